@@ -1,0 +1,142 @@
+/* heed demo: the first thing to run. One head of 128 tokens in 32 dimensions, forward and backward, with inputs that
+ * are the same on every machine, so that the numbers can be compared with those of the documentation. */
+#include "cli.h"
+
+#include <math.h>
+
+enum { TOKENS = 128, WIDTH = 32 };
+
+/* The rand() of glibc in its default state: r_i = r_(i-3) + r_(i-31) over a ring of 31 words, which a linear congruence
+ * fills from the seed 1 and 310 draws stir. Brought along because other C libraries have another rand(). */
+typedef struct generator {
+    uint32_t ring[31];
+    int at;
+} generator;
+
+static int32_t draw(generator *g)
+{
+    uint32_t sum = g->ring[g->at] += g->ring[(g->at + 28) % 31];
+    g->at = (g->at + 1) % 31;
+    return (int32_t)(sum >> 1);
+}
+
+static generator generator_new(void)
+{
+    generator g = { .ring = { 1 }, .at = 3 };
+    for (int i = 1; i < 31; i++)
+        g.ring[i] = (uint32_t)((uint64_t)g.ring[i - 1] * 16807 % 2147483647);
+    for (int i = 0; i < 310; i++)
+        draw(&g);
+    return g;
+}
+
+static void fill(workload *w)
+{
+    generator g = generator_new();
+    float *tensors[] = { w->a.q.data, w->a.k.data, w->a.v.data, w->g.d_o.data };
+    for (int i = 0; i < TOKENS * WIDTH; i++)
+        for (int t = 0; t < 4; t++)
+            tensors[t][i] = (float)(2.0 * draw(&g) / 2147483647 - 1);
+}
+
+static void print_corner(const char *name, const heed_tensor *t)
+{
+    for (int i = 0; i < 3; i++) {
+        printf("%s%-4s%s", paint(stdout, BOLD), i ? "" : name, paint(stdout, PLAIN));
+        for (int c = 0; c < 3; c++)
+            printf(" %12g", tensor_at(t, 0, 0, i, c));
+        putchar('\n');
+    }
+}
+
+static int forward(void *w) { return workload_forward(w); }
+static int backward(void *w) { return workload_backward(w); }
+static int both(void *w)
+{
+    int status = forward(w);
+    return status ? status : backward(w);
+}
+
+/* The largest distance of any result from the reference in fp64; -1: it could not be computed. */
+static double distance(const workload *w)
+{
+    workload twin;
+    if (!workload_twin(&twin, w))
+        return -1;
+    int failed = both(&twin);
+    const heed_tensor *got[] = { &w->a.o, &w->g.d_q, &w->g.d_k, &w->g.d_v };
+    const heed_tensor *want[] = { &twin.a.o, &twin.g.d_q, &twin.g.d_k, &twin.g.d_v };
+    double worst = 0;
+    for (int i = 0; i < 4; i++)
+        worst = fmax(worst, tensor_difference(got[i], want[i]).max);
+    workload_free(&twin);
+    return failed ? -1 : worst;
+}
+
+static int show(workload *w)
+{
+    heed_status status = (heed_status)both(w);
+    if (status)
+        return complain_status(status);
+    double worst = distance(w);
+    printf("%d tokens, %d dimensions, one head, fp32; the top left 3x3 of each matrix\n\n", TOKENS, WIDTH);
+    print_corner("Q", &w->a.q);
+    print_corner("K", &w->a.k);
+    print_corner("V", &w->a.v);
+    print_corner("O", &w->a.o);
+    print_corner("dQ", &w->g.d_q);
+    print_corner("dK", &w->g.d_k);
+    print_corner("dV", &w->g.d_v);
+    printf("\nlargest difference from the fp64 reference: %.2g\n", worst);
+    if (!(worst >= 0 && worst < 1e-6))
+        return complain(EXIT_FAILED, "the results are wrong: %g from the reference, less than 1e-6 is fair", worst);
+    return 0;
+}
+
+static void print_times(workload *w, double min_time)
+{
+    heed_device_info device;
+    if (heed_device_at(HEED_CPU, 0, &device))
+        return;
+    int threads = w->x.threads ? w->x.threads : device.threads;
+    printf("\n%s, %d thread%s\n", device.name, threads, threads == 1 ? "" : "s");
+    printf("  forward   %8.2f us\n", 1e6 * median_seconds(forward, w, min_time));
+    printf("  backward  %8.2f us\n", 1e6 * median_seconds(backward, w, min_time));
+    printf("  both      %8.2f us\n", 1e6 * median_seconds(both, w, min_time));
+    if (heed_device_at(HEED_CUDA, 0, &device))
+        printf("no CUDA device\n");
+    else
+        printf("%s: this program times the CPU only\n", device.name);
+}
+
+int command_demo(int argc, char **argv)
+{
+    static const manual m = {
+        .command = "demo",
+        .usage = "[options]",
+        .text = "Computes attention over 128 tokens of 32 dimensions, one head, fp32, no mask, scale 1/sqrt(32), and\n"
+                "its gradients. Inputs are those of the C library's rand() in its default state, the same on every\n"
+                "machine. Prints the top left 3x3 of Q, K, V, O, dQ, dK and dV, compares all of O, dQ, dK and dV with\n"
+                "the fp64 reference, and prints the median time of forward, backward and both.\n",
+        .examples = "  heed demo\n"
+                    "  heed demo --threads 1\n"
+                    "  heed demo --backend reference\n",
+    };
+    how h = { 0 };
+    const option_group groups[] = { { "Options", how_rows, &h }, { 0 } };
+    int code = options_parse(&m, groups, argc, argv);
+    if (code >= 0)
+        return code;
+
+    workload w;
+    if (!workload_new(&w, &(workload_spec){ .n = { 1, 1, 1, TOKENS, TOKENS, WIDTH, WIDTH } }))
+        return complain(EXIT_FAILED, "no memory");
+    heed_exec x = how_exec(&h);
+    workload_use(&w, &x);
+    fill(&w);
+    code = show(&w);
+    if (!code)
+        print_times(&w, 0.2);
+    workload_free(&w);
+    return code;
+}

@@ -1,0 +1,496 @@
+/* Backward attention on the CPU. P is computed again from Q, K and lse. An item of work is a block of KB keys of one key
+ * head, which owns its rows of dK and dV; it walks over the blocks of BQ rows of all query heads of the group:
+ *
+ *     S = Q K^T   dP = dO V^T   P = exp(S - lse)   dS = P (dP - delta)      tile by tile of rows, while they are hot
+ *     dV += P^T dO   dK += dS^T Q   dQ += dS K
+ *
+ * dQ of a block of rows is summed over the blocks of keys in ascending order: each block of rows has a turn counter, and
+ * an item waits until the blocks before its own have added theirs. Items are handed out in that order, so the one that
+ * is waited for is always running, and each follows the one before it at a distance of one block of rows. The sums are
+ * thus the same for any number of threads. */
+
+#include <sched.h>
+#include <stdatomic.h>
+
+#define BQ (56 / MR * MR)
+#define LDB (BC + 16) /* floats from row to row of P and dS */
+
+typedef struct backward_layout {
+    int64_t keys, key_block, key_blocks, row_blocks;
+    int64_t ldq, ldv;             /* units in a row of Q; of dO */
+    int64_t wide, wide_v;         /* columns of D and Dv, padded */
+    size_t delta, turns, bounds;  /* [B][Hq][Sq]; [B][Hq][row_blocks]; [B][row_blocks] */
+    size_t dq;                    /* [B][Hq][Sq][wide] */
+    size_t scratch, scratch_stride;
+    size_t bias;                  /* dS before the softcap, of one thread: [BQ][LDB], for d_bias only */
+    size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, p, ds, pz, dsz; /* inside scratch */
+    size_t bytes;
+} backward_layout;
+
+/* Keys [first, last) that some row of a block may see, as blocks of keys; and whether the rows hold NaN or infinity. */
+typedef struct row_bounds {
+    int32_t first, last;
+} row_bounds;
+
+typedef struct backward_run {
+    job j;
+    backward_layout f;
+    float dk_scale; /* what the sums of dK still lack: Q is scaled as it is copied, or with HEED_DOT is not */
+} backward_run;
+
+static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *plan)
+{
+    backward_layout f = { .keys = p->Sk };
+    if (p->a.align != HEED_ALIGN_POSITION)
+        f.keys = (p->Sk + p->a.key_stride - 1) / p->a.key_stride;
+    f.key_block = HEED_MAX(p->D, p->Dv) <= 128 ? BC : BC / 2; /* K, V, dK and dV of a block stay in the second cache */
+    f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
+    f.row_blocks = (p->Sq + BQ - 1) / BQ;
+    f.wide = round_up(p->D, W), f.wide_v = round_up(p->Dv, W);
+    f.ldq = units_of(p->D) + W, f.ldv = units_of(p->Dv) + W;
+
+    size_t used = 0, s = 0;
+    f.delta = take(&used, p->B * p->Hq * p->Sq);
+    f.turns = take(&used, p->B * p->Hq * f.row_blocks);
+    f.bounds = take(&used, p->B * f.row_blocks * (int64_t)(sizeof(row_bounds) / sizeof(float)));
+    f.dq = used;
+    if (p->g.d_q.data)
+        take(&used, p->B * p->Hq * p->Sq * f.wide);
+
+    f.bias = used;
+    if (p->g.d_bias.data)
+        take(&used, plan->threads * BQ * LDB);
+
+    int64_t kb = f.key_block;
+    f.kt = take(&s, panels_size(kb, p->D)), f.vt = take(&s, panels_size(kb, p->Dv));
+    f.ks = take(&s, kb / PER_UNIT * f.wide);
+    f.dk = take(&s, kb * f.wide), f.dv = take(&s, kb * f.wide_v);
+    f.q = take(&s, BQ * f.ldq), f.d_o = take(&s, BQ * f.ldv);
+    f.p = take(&s, BQ * LDB), f.ds = take(&s, BQ * LDB);
+#if HEED_DOT
+    f.qs = take(&s, BQ / 2 * f.wide), f.dos = take(&s, BQ / 2 * f.wide_v);
+    f.pz = take(&s, BQ / 2 * LDB), f.dsz = take(&s, BQ / 2 * LDB);
+#endif
+    f.scratch = used, f.scratch_stride = s;
+    f.bytes = used + s * (size_t)plan->threads;
+    return f;
+}
+
+/* A block of keys and a block of rows, and what is known about both. */
+typedef struct backward_block {
+    const backward_run *x;
+    heed_span span;
+    int64_t hk, n0, n1; /* keys */
+    int64_t h, i0, rows, tiles;
+    int finite, keys_finite;
+    query row[BQ];
+    float lse[BQ], delta[BQ];
+    float *Kt, *Vt, *Ks, *dK, *dV, *Q, *dO, *Qs, *dOs, *P, *dS, *Pz, *dSz;
+} backward_block;
+
+static const float ones[] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 }; /* keep all MR rows of a tile */
+
+static int rows_are_finite(const source *x, int64_t first, int64_t last)
+{
+    for (int64_t n = first; n < last; n++)
+        if (!row_is_finite(x->t->dtype, source_row(x, n), x->t->stride[3], x->dim))
+            return 0;
+    return 1;
+}
+
+static void load_keys(backward_block *b, int64_t n0, int64_t n1)
+{
+    const heed_problem *p = b->x->j.p;
+    source k = { p, &b->span, &p->a.k, b->hk, p->D, 1 }, v = { p, &b->span, &p->a.v, b->hk, p->Dv, 1 };
+    b->n0 = n0, b->n1 = n1;
+    pack_panels(b->Kt - n0 / PANEL * PANEL * units_of(p->D), &k, n0, n1);
+    pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv), &v, n0, n1);
+    pack_stacked(b->Ks, &k, n0, n1, b->x->f.wide);
+    b->keys_finite = !b->x->j.partial || (rows_are_finite(&k, n0, n1) && rows_are_finite(&v, n0, n1));
+}
+
+static void load_rows(backward_block *b, int64_t h, int64_t i0)
+{
+    const heed_problem *p = b->x->j.p;
+    const heed_tensor *lse = &p->a.lse;
+    source q = { p, &b->span, &p->a.q, h, p->D, 0 }, d_o = { p, &b->span, &p->g.d_o, h, p->Dv, 0 };
+    const float *delta = at_bytes(&b->x->j, b->x->f.delta) + (b->span.b * p->Hq + h) * p->Sq + i0;
+    b->h = h, b->i0 = i0;
+    b->rows = HEED_MIN(BQ, b->span.rows - i0);
+    b->tiles = tile_count(b->rows);
+    b->finite = 1;
+    for (int64_t r = 0; r < b->rows; r++) {
+        int64_t i = i0 + r;
+        b->row[r] = query_at(p, &b->span, h, i);
+        b->lse[r] = ((const float *)lse->data)[b->span.q_batch * lse->stride[0] + h * lse->stride[1] +
+                                               (b->span.q_row + i) * lse->stride[2]];
+        b->delta[r] = delta[r];
+        if (b->lse[r] == -INFINITY) /* saw no key: P = 0 */
+            b->lse[r] = INFINITY, b->row[r].last = b->row[r].first;
+        else if (b->lse[r] - b->lse[r] != 0 || b->delta[r] - b->delta[r] != 0)
+            b->finite = 0;
+        unit_row(b->Q + r * b->x->f.ldq, &q, i, b->x->j.q_scale);
+        unit_row(b->dO + r * b->x->f.ldv, &d_o, i, 1);
+    }
+#if HEED_DOT
+    pack_stacked(b->Qs, &q, i0, i0 + b->rows, b->x->f.wide);
+    pack_stacked(b->dOs, &d_o, i0, i0 + b->rows, b->x->f.wide_v);
+#endif
+    if (b->x->j.partial && b->finite)
+        b->finite = rows_are_finite(&q, i0, i0 + b->rows) && rows_are_finite(&d_o, i0, i0 + b->rows);
+}
+
+/* Row r: from products S and dP to P and dS, columns [from, to). In `bias`, where wanted, dS before the softcap. */
+static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to, int whole, float *bias)
+{
+    const job *j = &b->x->j;
+    float *s = b->P + r * LDB, *ds = b->dS + r * LDB, slope[BC + W];
+    int capped = j->p->a.softcap > 0;
+    if (j->changes || !whole)
+        adjust_row(j, &b->span, b->row[r], s, capped ? slope : NULL, b->n0, from, to);
+    vec scale = vec_set1(j->changes ? 1 : j->s_scale), log2e = vec_set1(LOG2E);
+    vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]);
+    if (j->p->drop_below) {
+        float keep[BC];
+        keep_row(j, &b->span, b->row[r], keep, b->n0, from, to);
+        for (int64_t c = from; c < to; c += W) {
+            vec p = vec_exp2(vec_mul(vec_fma(vec_load(s + c), scale, lse), log2e)), k = vec_load(keep + c);
+            vec_store(ds + c, vec_mul(p, vec_sub(vec_mul(vec_load(ds + c), k), delta)));
+            vec_store(s + c, vec_mul(p, k));
+        }
+    } else
+        for (int64_t c = from; c < to; c += W) {
+            vec p = vec_exp2(vec_mul(vec_fma(vec_load(s + c), scale, lse), log2e));
+            vec_store(ds + c, vec_mul(p, vec_sub(vec_load(ds + c), delta)));
+            vec_store(s + c, p);
+        }
+    if (bias)
+        memcpy(bias + from, ds + from, (size_t)(to - from) * sizeof(float));
+    if (capped) {
+        int64_t first = HEED_MAX(b->row[r].first - b->n0, from), last = HEED_MIN(b->row[r].last - b->n0, to);
+        for (int64_t c = first; c < last; c++)
+            ds[c] *= slope[c];
+    }
+}
+
+/* The columns of the block of keys that rows [r0, r0 + rows) see between them; 0 when there are none. */
+static int columns_seen(const backward_block *b, int64_t r0, int64_t rows, int64_t *first, int64_t *last, int *whole)
+{
+    int64_t n0 = b->n0, n1 = b->n1, all_first = n0, all_last = n1;
+    *first = n1, *last = n0;
+    for (int64_t r = r0; r < r0 + rows; r++) {
+        query q = b->row[r];
+        if (q.first < q.last)
+            *first = HEED_MIN(*first, q.first), *last = HEED_MAX(*last, q.last);
+        all_first = HEED_MAX(all_first, q.first), all_last = HEED_MIN(all_last, q.last);
+    }
+    *first = HEED_MAX(*first, n0) - n0, *last = HEED_MIN(*last, n1) - n0;
+    *whole = all_first <= n0 + *first / PANEL * PANEL && all_last >= n0 + round_up(*last, W);
+    return *first < *last;
+}
+
+/* P and dS of the block, zero where a row sees nothing. */
+static void score_rows(backward_block *b, int64_t t, float *bias)
+{
+    const backward_layout *f = &b->x->f;
+    const heed_problem *p = b->x->j.p;
+    int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
+    int64_t first, last, from = 0, to = 0, columns = round_up(b->n1 - b->n0, W);
+    int whole;
+    if (columns_seen(b, r0, rows, &first, &last, &whole)) {
+        from = first / PANEL * PANEL, to = round_up(last, W);
+        int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL, vecs = (to - from) / W;
+        multiply(b->P + r0 * LDB + from, LDB, (left){ b->Q + r0 * f->ldq, f->ldq, 0 },
+                 (right){ b->Kt + from / PANEL * ku, PANEL, ku }, rows, vecs, (p->D + PER_UNIT - 1) / PER_UNIT, NULL);
+        multiply(b->dS + r0 * LDB + from, LDB, (left){ b->dO + r0 * f->ldv, f->ldv, 0 },
+                 (right){ b->Vt + from / PANEL * vu, PANEL, vu }, rows, vecs, (p->Dv + PER_UNIT - 1) / PER_UNIT, NULL);
+    }
+    for (int64_t r = r0; r < r0 + rows; r++) {
+        float *P = b->P + r * LDB, *dS = b->dS + r * LDB;
+        if (from < to)
+            gradient_row(b, r, from, to, whole, bias ? bias + r * LDB : NULL);
+        memset(P, 0, (size_t)from * sizeof *P), memset(dS, 0, (size_t)from * sizeof *dS);
+        if (to < columns) {
+            memset(P + to, 0, (size_t)(columns - to) * sizeof *P);
+            memset(dS + to, 0, (size_t)(columns - to) * sizeof *dS);
+        }
+    }
+}
+
+#if HEED_DOT
+/* P and dS as the units that the products need: rows paired for the transposed factors, columns paired for dQ. */
+static void weights_to_units(backward_block *b)
+{
+    int64_t columns = round_up(b->n1 - b->n0, W);
+    for (int64_t r = 0; r < b->rows; r += 2) {
+        float *p0 = b->P + r * LDB, *d0 = b->dS + r * LDB;
+        int pair = r + 1 < b->rows;
+        for (int64_t c = 0; c < columns; c += W) {
+            vec p1 = pair ? vec_load(p0 + LDB + c) : vec_zero(), d1 = pair ? vec_load(d0 + LDB + c) : vec_zero();
+            vec_store(b->Pz + r / 2 * LDB + c, vec_zip_bf16(vec_load(p0 + c), p1));
+            vec_store(b->dSz + r / 2 * LDB + c, vec_zip_bf16(vec_load(d0 + c), d1));
+        }
+        for (int64_t k = 0; k < 1 + pair; k++)
+            for (int64_t c = 0; c < columns; c += 2 * W) {
+                float *d = d0 + k * LDB;
+                vec_store_bf16_pair((uint16_t *)d + c, vec_load(d + c), c + W < columns ? vec_load(d + c + W) : vec_zero());
+            }
+    }
+}
+#endif
+
+/* dV += P^T dO and dK += dS^T Q, MR keys at a time, over the rows that see them. */
+static void add_to_keys(backward_block *b)
+{
+    const backward_layout *f = &b->x->f;
+    int64_t keys = b->n1 - b->n0, count = tile_count(keys);
+#if HEED_DOT
+    const float *P = b->Pz, *dS = b->dSz;
+    right Q = { b->Qs, f->wide, PANEL }, dO = { b->dOs, f->wide_v, PANEL };
+#else
+    const float *P = b->P, *dS = b->dS;
+    right Q = { b->Q, f->ldq, PANEL }, dO = { b->dO, f->ldv, PANEL };
+#endif
+    for (int64_t t = 0; t < count; t++) {
+        int64_t c = tile_begin(keys, count, t), R = tile_begin(keys, count, t + 1) - c, first = 0, last = b->rows;
+        while (first < last && (b->row[first].last <= b->n0 + c || b->row[first].first >= b->n0 + c + R))
+            first++;
+        while (last > first && (b->row[last - 1].last <= b->n0 + c || b->row[last - 1].first >= b->n0 + c + R))
+            last--;
+        int64_t k = first / PER_UNIT, units = (last + PER_UNIT - 1) / PER_UNIT - k;
+        if (units <= 0)
+            continue;
+        multiply(b->dV + c * f->wide_v, f->wide_v, (left){ P + k * LDB + c, LDB, 1 },
+                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, ones);
+        multiply(b->dK + c * f->wide, f->wide, (left){ dS + k * LDB + c, LDB, 1 },
+                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, ones);
+    }
+}
+
+/* dQ += dS K; the first block of keys writes, the others add. */
+static void add_to_rows(backward_block *b, float *dq, int is_first)
+{
+    const backward_layout *f = &b->x->f;
+    for (int64_t t = 0; t < b->tiles; t++) {
+        int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0, first, last;
+        int whole;
+        if (columns_seen(b, r0, rows, &first, &last, &whole)) {
+            int64_t k = first / PER_UNIT;
+            multiply(dq + r0 * f->wide, f->wide, (left){ b->dS + r0 * LDB + k, LDB, 0 },
+                     (right){ b->Ks + k * f->wide, f->wide, PANEL }, rows, f->wide / W,
+                     (last + PER_UNIT - 1) / PER_UNIT - k, is_first ? NULL : ones);
+        } else if (is_first)
+            memset(dq + r0 * f->wide, 0, (size_t)(rows * f->wide) * sizeof(float));
+    }
+}
+
+/* The same for a block in which something is not finite and not every row sees every key: pair by pair, so that a NaN
+ * reaches only what depends on it. Slow, and rare. */
+static void add_seen_pairs(backward_block *b, float *dq, int is_first)
+{
+    const job *j = &b->x->j;
+    const heed_problem *p = j->p;
+    const backward_layout *f = &b->x->f;
+    float q[HEED_MAX_HEAD_DIM], d_o[HEED_MAX_HEAD_DIM], k[HEED_MAX_HEAD_DIM], v[HEED_MAX_HEAD_DIM];
+    source qs = { p, &b->span, &p->a.q, b->h, p->D, 0 }, os = { p, &b->span, &p->g.d_o, b->h, p->Dv, 0 };
+    source ks = { p, &b->span, &p->a.k, b->hk, p->D, 1 }, vs = { p, &b->span, &p->a.v, b->hk, p->Dv, 1 };
+    for (int64_t r = 0; r < b->rows; r++) {
+        int64_t first = HEED_MAX(b->row[r].first, b->n0), last = HEED_MIN(b->row[r].last, b->n1);
+        float *dq_row = dq ? dq + r * f->wide : NULL;
+        if (is_first && dq)
+            memset(dq_row, 0, (size_t)f->wide * sizeof(float));
+        load_row(q, qs.t->dtype, source_row(&qs, b->i0 + r), qs.t->stride[3], p->D, p->D, 1);
+        load_row(d_o, os.t->dtype, source_row(&os, b->i0 + r), os.t->stride[3], p->Dv, p->Dv, 1);
+        for (int64_t n = first; n < last; n++) {
+            float s[BC] = { 0 }, slope[BC + W], keep[BC], dp = 0; /* one column of a block that begins at key n */
+            load_row(k, ks.t->dtype, source_row(&ks, n), ks.t->stride[3], p->D, p->D, 1);
+            load_row(v, vs.t->dtype, source_row(&vs, n), vs.t->stride[3], p->Dv, p->Dv, 1);
+            for (int64_t d = 0; d < p->D; d++)
+                s[0] += q[d] * k[d];
+            for (int64_t d = 0; d < p->Dv; d++)
+                dp += d_o[d] * v[d];
+            s[0] *= j->changes ? p->a.scale / j->s_scale : p->a.scale; /* adjust_row() multiplies by s_scale */
+            adjust_row(j, &b->span, b->row[r], s, slope, n, 0, 1);
+            if (s[0] == -INFINITY)
+                continue;
+            keep[0] = 1;
+            if (p->drop_below)
+                keep_row(j, &b->span, b->row[r], keep, n, 0, 1);
+            float P = expf(s[0] - b->lse[r]), dS = P * (dp * keep[0] - b->delta[r]);
+            if (p->a.softcap > 0)
+                dS *= slope[0];
+            for (int64_t d = 0; d < p->Dv; d++)
+                b->dV[(n - b->n0) * f->wide_v + d] += P * keep[0] * d_o[d];
+            for (int64_t d = 0; d < p->D; d++) {
+                b->dK[(n - b->n0) * f->wide + d] += dS * q[d] * (PER_UNIT == 1 ? p->a.scale : 1);
+                if (dq)
+                    dq_row[d] += dS * k[d];
+            }
+        }
+    }
+}
+
+/* ---- The items of work ------------------------------------------------------------------------------------------ */
+
+static _Atomic int32_t *turn_of(const backward_run *x, int64_t b, int64_t h, int64_t block)
+{
+    return (_Atomic int32_t *)(void *)at_bytes(&x->j, x->f.turns) + (b * x->j.p->Hq + h) * x->f.row_blocks + block;
+}
+
+static row_bounds *bounds_of(const backward_run *x, int64_t b, int64_t block)
+{
+    return (row_bounds *)(void *)at_bytes(&x->j, x->f.bounds) + b * x->f.row_blocks + block;
+}
+
+static float *dq_of(const backward_run *x, int64_t b, int64_t h, int64_t i)
+{
+    return at_bytes(&x->j, x->f.dq) + ((b * x->j.p->Hq + h) * x->j.p->Sq + i) * x->f.wide;
+}
+
+/* Writes n rows of sums as rows first, first + 1, ... of head h of a result; sums == NULL: zeros. */
+static void write_rows(const source *to, int64_t first, int64_t n, const float *sums, int64_t ld, float scale, int add)
+{
+    static const float zeros[HEED_MAX_HEAD_DIM];
+    for (int64_t r = 0; r < n; r++)
+        store_row((char *)(uintptr_t)source_row(to, first + r), to->t->dtype, to->t->stride[3],
+                  sums ? sums + r * ld : zeros, to->dim, scale, add);
+}
+
+/* First of all, for each block of rows: delta, the keys it sees, and its turn. Rows without keys get their zeros. */
+static void prepare_rows(void *context, int64_t index, int thread)
+{
+    const backward_run *x = context;
+    const heed_problem *p = x->j.p;
+    const heed_gradient *g = &p->g;
+    int64_t block = index % x->f.row_blocks, h = index / x->f.row_blocks % p->Hq, b = index / x->f.row_blocks / p->Hq;
+    int64_t i0 = block * BQ;
+    heed_span s;
+    (void)thread;
+    heed_span_of(p, b, &s);
+    int64_t first = s.keys, last = 0;
+    for (int64_t i = i0; i < HEED_MIN(i0 + BQ, s.rows); i++) {
+        source o = { p, &s, &p->a.o, h, p->Dv, 0 }, d_o = { p, &s, &g->d_o, h, p->Dv, 0 };
+        query q = query_at(p, &s, h, i);
+        if (q.first < q.last)
+            first = HEED_MIN(first, q.first), last = HEED_MAX(last, q.last);
+        int64_t row = s.q_row + i;
+        float *delta = at_bytes(&x->j, x->f.delta) + (b * p->Hq + h) * p->Sq + i;
+        if (g->delta.data)
+            *delta = ((const float *)g->delta.data)[s.q_batch * g->delta.stride[0] + h * g->delta.stride[1] +
+                                                    row * g->delta.stride[2]];
+        else {
+            float a[HEED_MAX_HEAD_DIM + W], c[HEED_MAX_HEAD_DIM + W];
+            vec sum = vec_zero();
+            load_row(a, o.t->dtype, source_row(&o, i), o.t->stride[3], p->Dv, x->f.wide_v, 1);
+            load_row(c, d_o.t->dtype, source_row(&d_o, i), d_o.t->stride[3], p->Dv, x->f.wide_v, 1);
+            for (int64_t d = 0; d < x->f.wide_v; d += W)
+                sum = vec_fma(vec_load(a + d), vec_load(c + d), sum);
+            *delta = vec_sum(sum);
+            if (g->d_lse.data)
+                *delta -= ((const float *)g->d_lse.data)[s.q_batch * g->d_lse.stride[0] + h * g->d_lse.stride[1] +
+                                                         row * g->d_lse.stride[2]];
+        }
+    }
+    row_bounds bounds = { 0, -1 };
+    if (first < last)
+        bounds = (row_bounds){ (int32_t)(first / x->f.key_block), (int32_t)((last - 1) / x->f.key_block) };
+    if (h == 0)
+        *bounds_of(x, b, block) = bounds;
+    atomic_init(turn_of(x, b, h, block), bounds.first);
+
+    int64_t from = first < last ? HEED_MAX(i0, s.rows) : i0, to = HEED_MIN(i0 + BQ, s.padded_rows);
+    source d_q = { p, &s, &g->d_q, h, p->D, 0 };
+    if (g->d_q.data && !g->accumulate && from < to)
+        write_rows(&d_q, from, to - from, NULL, 0, 1, 0);
+}
+
+/* Zeros for keys that no row can see: padding, and those off the stride. */
+static void clear_keys(void *context, int64_t index, int thread)
+{
+    const backward_run *x = context;
+    const heed_problem *p = x->j.p;
+    heed_span s;
+    (void)thread;
+    heed_span_of(p, index / p->Hk, &s);
+    s.col = 0, s.col_step = 1;
+    source d_k = { p, &s, &p->g.d_k, index % p->Hk, p->D, 1 }, d_v = { p, &s, &p->g.d_v, index % p->Hk, p->Dv, 1 };
+    if (p->g.d_k.data)
+        write_rows(&d_k, 0, s.padded_keys, NULL, 0, 1, 0);
+    if (p->g.d_v.data)
+        write_rows(&d_v, 0, s.padded_keys, NULL, 0, 1, 0);
+}
+
+static void block_of_thread(backward_block *b, const backward_run *x, int thread)
+{
+    const backward_layout *f = &x->f;
+    char *scratch = x->j.workspace + f->scratch + f->scratch_stride * (size_t)thread;
+    size_t at[] = { f->kt, f->vt, f->ks, f->dk, f->dv, f->q, f->d_o, f->qs, f->dos, f->p, f->ds, f->pz, f->dsz };
+    float **to[] = { &b->Kt, &b->Vt, &b->Ks, &b->dK,  &b->dV, &b->Q, &b->dO,
+                     &b->Qs, &b->dOs, &b->P, &b->dS, &b->Pz, &b->dSz };
+    b->x = x;
+    for (size_t i = 0; i < sizeof at / sizeof *at; i++)
+        *to[i] = (float *)(void *)(scratch + at[i]);
+}
+
+/* One block of rows meets one block of keys. */
+static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t key_block)
+{
+    const backward_run *x = b->x;
+    const heed_problem *p = x->j.p;
+    _Atomic int32_t *turn = turn_of(x, b->span.b, b->h, block);
+    float *dq = p->g.d_q.data ? dq_of(x, b->span.b, b->h, b->i0) : NULL;
+    int is_first = key_block == bounds.first, careful = x->j.partial && !(b->finite && b->keys_finite);
+    if (!careful) {
+        for (int64_t t = 0; t < b->tiles; t++)
+            score_rows(b, t, NULL);
+#if HEED_DOT
+        weights_to_units(b);
+#endif
+        add_to_keys(b);
+    }
+    while (atomic_load_explicit(turn, memory_order_acquire) != key_block)
+        sched_yield();
+    if (careful)
+        add_seen_pairs(b, dq, is_first);
+    else if (dq)
+        add_to_rows(b, dq, is_first);
+    atomic_store_explicit(turn, (int32_t)key_block + 1, memory_order_release);
+    if (dq && key_block == bounds.last) {
+        source d_q = { p, &b->span, &p->g.d_q, b->h, p->D, 0 };
+        write_rows(&d_q, b->i0, b->rows, dq, x->f.wide, p->a.scale, p->g.accumulate);
+    }
+}
+
+static void backward_keys(void *context, int64_t index, int thread)
+{
+    const backward_run *x = context;
+    const heed_problem *p = x->j.p;
+    /* One thread takes head after head, which keeps Q and dO of a head in the cache. Several start on different heads,
+     * so that they seldom wait for each other. Either way the blocks of a head come in ascending order. */
+    int64_t heads = p->B * p->Hk, several = x->j.plan->threads > 1;
+    int64_t head = several ? index % heads : index / x->f.key_blocks;
+    int64_t key_block = several ? index / heads : index % x->f.key_blocks;
+    backward_block b;
+    heed_span_of(p, head / p->Hk, &b.span);
+    b.hk = head % p->Hk;
+    int64_t n0 = key_block * x->f.key_block, n1 = HEED_MIN(n0 + x->f.key_block, b.span.keys);
+    if (n0 >= n1)
+        return;
+    block_of_thread(&b, x, thread);
+    load_keys(&b, n0, n1);
+    memset(b.dK, 0, (size_t)((n1 - n0) * x->f.wide) * sizeof(float));
+    memset(b.dV, 0, (size_t)((n1 - n0) * x->f.wide_v) * sizeof(float));
+    for (int64_t h = b.hk * p->G; h < (b.hk + 1) * p->G; h++)
+        for (int64_t block = 0; block * BQ < b.span.rows; block++) {
+            row_bounds bounds = *bounds_of(x, b.span.b, block);
+            if (key_block < bounds.first || key_block > bounds.last)
+                continue;
+            load_rows(&b, h, block * BQ);
+            meet(&b, block, bounds, key_block);
+        }
+    source d_k = { p, &b.span, &p->g.d_k, b.hk, p->D, 1 }, d_v = { p, &b.span, &p->g.d_v, b.hk, p->Dv, 1 };
+    if (p->g.d_k.data)
+        write_rows(&d_k, n0, n1 - n0, b.dK, x->f.wide, x->dk_scale, p->g.accumulate);
+    if (p->g.d_v.data)
+        write_rows(&d_v, n0, n1 - n0, b.dV, x->f.wide_v, 1, p->g.accumulate);
+}

@@ -1,0 +1,126 @@
+/* The gradients that are sums over many (batch, head, row): dbias and dsink. They are taken in a pass of their own, in
+ * which each element of the result has one owner, who adds in a fixed order and in double.
+ *
+ * dbias has a size of 1 wherever bias is broadcast. An owner is a (batch, head, block of rows, block of keys) of dbias,
+ * where a broadcast dimension counts as one: it walks over all that the dimension stands for, computing dS again. */
+
+/* Elements of dbias that stand for no visible pair have no owner. */
+static void clear_bias(const heed_tensor *t)
+{
+    for (int64_t b = 0; b < t->shape[0]; b++)
+        for (int64_t h = 0; h < t->shape[1]; h++)
+            for (int64_t i = 0; i < t->shape[2]; i++)
+                for (int64_t c = 0; c < t->shape[3]; c++)
+                    heed_store(t->data, t->dtype,
+                               b * t->stride[0] + h * t->stride[1] + i * t->stride[2] + c * t->stride[3], 0);
+}
+
+/* Sums of dS over the blocks of an owner, [rows or 1][keys or 1]. */
+static void add_to_bias(const backward_block *b, double *sums, const float *dS, int one_row, int one_column)
+{
+    for (int64_t r = 0; r < b->rows; r++)
+        for (int64_t n = HEED_MAX(b->row[r].first, b->n0); n < HEED_MIN(b->row[r].last, b->n1); n++) {
+            int64_t c = n - b->n0;
+            if (b->P[r * LDB + c] != 0) /* not hidden by the mask, where dS may be 0 * NaN */
+                sums[(one_row ? 0 : r) * BC + (one_column ? 0 : c)] += dS[r * LDB + c];
+        }
+}
+
+static void bias_owned(void *context, int64_t index, int thread)
+{
+    const backward_run *x = context;
+    const heed_problem *p = x->j.p;
+    const heed_tensor *t = &p->g.d_bias;
+    int one_row = t->shape[2] == 1, one_column = t->shape[3] == 1;
+    int64_t columns = one_column ? 1 : x->f.key_blocks, blocks = one_row ? 1 : x->f.row_blocks;
+    int64_t key_block = index % columns, block = index / columns % blocks;
+    int64_t h = index / columns / blocks % t->shape[1], batch = index / columns / blocks / t->shape[1];
+    backward_block b;
+    double sums[BQ * BC];
+    float *dS = at_bytes(&x->j, x->f.bias) + (int64_t)thread * BQ * LDB;
+    memset(sums, 0, sizeof sums);
+    block_of_thread(&b, x, thread);
+    for (int64_t bi = 0; bi < p->B; bi++) {
+        if (t->shape[0] != 1 && bi != batch)
+            continue;
+        heed_span_of(p, bi, &b.span);
+        for (int64_t kb = one_column ? 0 : key_block; kb < (one_column ? x->f.key_blocks : key_block + 1); kb++)
+            for (int64_t hk = 0; hk < p->Hk; hk++) {
+                int64_t n0 = kb * x->f.key_block, n1 = HEED_MIN(n0 + x->f.key_block, b.span.keys);
+                if (n0 >= n1 || (t->shape[1] != 1 && h / p->G != hk))
+                    continue;
+                b.hk = hk;
+                load_keys(&b, n0, n1);
+                for (int64_t hq = hk * p->G; hq < (hk + 1) * p->G; hq++)
+                    for (int64_t i = one_row ? 0 : block; i < (one_row ? x->f.row_blocks : block + 1); i++) {
+                        row_bounds bounds = *bounds_of(x, bi, i);
+                        if ((t->shape[1] != 1 && hq != h) || i * BQ >= b.span.rows || kb < bounds.first || kb > bounds.last)
+                            continue;
+                        load_rows(&b, hq, i * BQ);
+                        for (int64_t tile = 0; tile < b.tiles; tile++)
+                            score_rows(&b, tile, dS);
+                        add_to_bias(&b, sums, dS, one_row, one_column);
+                    }
+            }
+    }
+    /* to the columns of dbias that the keys of the block stand for; each batch entry has the same key stride */
+    int64_t rows = one_row ? 1 : HEED_MIN(BQ, p->Sq - block * BQ);
+    heed_span_of(p, HEED_MIN(batch, p->B - 1), &b.span);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < (one_column ? 1 : HEED_MIN(x->f.key_block, x->f.keys - key_block * x->f.key_block)); c++) {
+            int64_t column = one_column ? 0 : b.span.col + (key_block * x->f.key_block + c) * b.span.col_step;
+            if (column < t->shape[3])
+                heed_store(t->data, t->dtype,
+                           batch * t->stride[0] + h * t->stride[1] + (block * BQ + r) * t->stride[2] + column * t->stride[3],
+                           sums[r * BC + c]);
+        }
+}
+
+/* dsink_h = -sum over batch and rows of exp(sink_h - lse_i) delta_i; rows that see no key give nothing. */
+static void sink_owned(void *context, int64_t h, int thread)
+{
+    const backward_run *x = context;
+    const heed_problem *p = x->j.p;
+    const heed_tensor *lse = &p->a.lse;
+    double sink = ((const float *)p->a.sink.data)[h * p->a.sink.stride[1]], sum = 0;
+    (void)thread;
+    for (int64_t b = 0; b < p->B; b++) {
+        heed_span s;
+        heed_span_of(p, b, &s);
+        for (int64_t i = 0; i < s.rows; i++) {
+            float l = ((const float *)lse->data)[s.q_batch * lse->stride[0] + h * lse->stride[1] +
+                                                 (s.q_row + i) * lse->stride[2]];
+            if (l != -INFINITY)
+                sum -= exp(sink - l) * at_bytes(&x->j, x->f.delta)[(b * p->Hq + h) * p->Sq + i];
+        }
+    }
+    ((float *)p->g.d_sink.data)[h * p->g.d_sink.stride[1]] = (float)sum;
+}
+
+/* ---- The call --------------------------------------------------------------------------------------------------- */
+
+size_t ISA(heed_backward_workspace)(const heed_problem *p, const heed_plan *plan)
+{
+    return backward_lay_out(p, plan).bytes;
+}
+
+heed_status ISA(heed_backward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
+{
+    backward_run x = { .f = backward_lay_out(p, plan), .dk_scale = PER_UNIT == 1 ? 1 : p->a.scale };
+    job_start(&x.j, p, plan, exec);
+    parallel_for(plan->threads, p->B * p->Hq * x.f.row_blocks, prepare_rows, &x);
+    if (!p->g.accumulate && (p->a.key_stride > 1 || p->a.lengths_k))
+        parallel_for(plan->threads, p->B * p->Hk, clear_keys, &x);
+    if (p->g.d_q.data || p->g.d_k.data || p->g.d_v.data)
+        parallel_for(plan->threads, p->B * p->Hk * x.f.key_blocks, backward_keys, &x);
+    if (p->g.d_bias.data) {
+        const int64_t *shape = p->g.d_bias.shape;
+        clear_bias(&p->g.d_bias);
+        parallel_for(plan->threads,
+                     shape[0] * shape[1] * (shape[2] == 1 ? 1 : x.f.row_blocks) * (shape[3] == 1 ? 1 : x.f.key_blocks),
+                     bias_owned, &x);
+    }
+    if (p->g.d_sink.data)
+        parallel_for(plan->threads, p->Hq, sink_owned, &x);
+    return HEED_OK;
+}

@@ -1,0 +1,74 @@
+/* The two small operations on whole tensors: folding two partial results together, and delta. Rows are independent, so
+ * the number of threads changes nothing; arithmetic is in double and each result is rounded once.
+ *
+ *     merge   w = exp(lse - m), w2 = exp(lse2 - m), m = max(lse, lse2)
+ *             o = (w o + w2 o2) / (w + w2)      lse = m + log(w + w2)
+ *     delta   dO . o - dlse
+ */
+#include "internal.h"
+#include "numbers.h"
+
+/* Rows worth one more thread are those with some tens of microseconds of work. */
+#define ELEMENTS_PER_THREAD 16384
+
+static int64_t row_at(const heed_tensor *t, const int64_t shape[4], int64_t row)
+{
+    int64_t i = row % shape[2], h = row / shape[2] % shape[1], b = row / shape[2] / shape[1];
+    return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
+}
+
+static double load(const heed_tensor *t, int64_t index) { return heed_load(t->data, t->dtype, index); }
+
+static int useful_threads(const heed_tensor *o, int64_t rows, int threads)
+{
+    int64_t most = HEED_MAX(rows * o->shape[3] / ELEMENTS_PER_THREAD, 1);
+    return (int)HEED_MIN((int64_t)threads, most);
+}
+
+static void merge_row(const heed_tensor tensors[4], int64_t row)
+{
+    const heed_tensor *o = &tensors[0], *lse = &tensors[1], *o2 = &tensors[2], *lse2 = &tensors[3];
+    int64_t lse_at = row_at(lse, o->shape, row), o_at = row_at(o, o->shape, row), o2_at = row_at(o2, o->shape, row);
+    double a = load(lse, lse_at), a2 = load(lse2, row_at(lse2, o->shape, row));
+    if (a2 == -INFINITY) /* that part saw no key; what its o holds does not matter */
+        return;
+    double m = a > a2 ? a : a2, w = exp(a - m), w2 = exp(a2 - m);
+    for (int64_t c = 0; c < o->shape[3]; c++) {
+        int64_t index = o_at + c * o->stride[3];
+        double x2 = load(o2, o2_at + c * o2->stride[3]);
+        heed_store(o->data, o->dtype, index, a == -INFINITY ? x2 : (w * load(o, index) + w2 * x2) / (w + w2));
+    }
+    heed_store(lse->data, lse->dtype, lse_at, m + log(w + w2));
+}
+
+static void delta_row(const heed_tensor tensors[4], int64_t row)
+{
+    const heed_tensor *o = &tensors[0], *d_o = &tensors[1], *d_lse = &tensors[2], *delta = &tensors[3];
+    int64_t o_at = row_at(o, o->shape, row), d_o_at = row_at(d_o, o->shape, row);
+    double sum = 0;
+    for (int64_t c = 0; c < o->shape[3]; c++)
+        sum += load(o, o_at + c * o->stride[3]) * load(d_o, d_o_at + c * d_o->stride[3]);
+    if (d_lse->data)
+        sum -= load(d_lse, row_at(d_lse, o->shape, row));
+    heed_store(delta->data, delta->dtype, row_at(delta, o->shape, row), sum);
+}
+
+static void for_each_row(const heed_tensor tensors[4], int threads, void (*visit)(const heed_tensor *, int64_t))
+{
+    const int64_t *shape = tensors[0].shape, rows = shape[0] * shape[1] * shape[2];
+    threads = useful_threads(&tensors[0], rows, threads);
+    if (threads <= 1) {
+        for (int64_t row = 0; row < rows; row++)
+            visit(tensors, row);
+        return;
+    }
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) schedule(static)
+#endif
+    for (int64_t row = 0; row < rows; row++)
+        visit(tensors, row);
+}
+
+void heed_merge_cpu(const heed_tensor tensors[4], int threads) { for_each_row(tensors, threads, merge_row); }
+
+void heed_delta_cpu(const heed_tensor tensors[4], int threads) { for_each_row(tensors, threads, delta_row); }

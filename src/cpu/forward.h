@@ -1,0 +1,536 @@
+/* Forward attention on the CPU. The rows of all query heads that share a key head are one long list, cut into blocks of
+ * BR; a block walks over its keys, BC at a time, and a block of keys stays in the cache while tile after tile of rows
+ * (at most MR of them) goes through
+ *
+ *     S = Q K^T        K packed once for each head into panels (pack.h)
+ *     P = 2^(c (S - m'))     m' the row's maximum so far, c = s_scale log2(e)
+ *     O = 2^(c (m - m')) O + P V
+ *
+ * Blocks of keys begin at multiples of BC whatever the block of rows, and a key that a row does not see adds an exact
+ * zero: so a row's bits depend neither on its neighbours nor on the threads.
+ *
+ * Few rows against many keys (a step of decoding) would leave threads idle and K packed for nothing. Up to SPLIT_ROWS
+ * rows the keys are cut into chunks of CHUNK, each an item of work with a result of its own, merged in order; and up to
+ * DIRECT_ROWS rows K is not packed: each key is read once, where it lies, for all rows. */
+
+#define BR (112 / MR * MR)
+#define SPLIT_ROWS 64
+#define DIRECT_ROWS 8
+#define CHUNK 1024
+#define MAX_ROWS (BR > SPLIT_ROWS ? BR : SPLIT_ROWS)
+
+/* Where things are in the workspace, in bytes. */
+typedef struct forward_layout {
+    int64_t rows, keys;     /* of one key head: G * Sq rows, at most this many keys after the stride */
+    int64_t row_blocks, splits;
+    int64_t ldq, ldo;       /* floats from row to row of Q and O */
+    int direct, v_in_place, by_head;
+    size_t panels, panels_stride; /* K of one head; [threads] when by_head, else [B * Hk] */
+    size_t values, values_stride; /* V of one head, likewise, unless it is used in place */
+    size_t scratch, scratch_stride; /* of one thread */
+    size_t q, s, o;         /* inside scratch */
+    size_t results, results_stride; /* O, m, l of one chunk: [B * Hk][splits] */
+    size_t bytes;
+} forward_layout;
+
+static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *plan)
+{
+    forward_layout f = { .rows = p->G * p->Sq, .keys = p->Sk };
+    if (p->a.align != HEED_ALIGN_POSITION)
+        f.keys = (p->Sk + p->a.key_stride - 1) / p->a.key_stride;
+    int64_t heads = p->B * p->Hk;
+    f.splits = f.rows <= SPLIT_ROWS ? HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK) : 1;
+    f.row_blocks = f.rows <= SPLIT_ROWS ? 1 : (f.rows + BR - 1) / BR;
+    f.direct = f.rows <= DIRECT_ROWS;
+    f.v_in_place = usable_in_place(&p->a.v, p->Dv, p);
+    f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
+    f.ldq = units_of(p->D) + W;
+    f.ldo = round_up(p->Dv, W) + W;
+
+    size_t used = 0, inside = 0;
+    int64_t copies = f.by_head ? HEED_MIN(heads, plan->threads) : heads;
+    f.panels_stride = f.values_stride = 0;
+    if (!f.direct)
+        take(&f.panels_stride, panels_size(f.keys, p->D));
+    if (!f.v_in_place && !f.direct)
+        take(&f.values_stride, (f.keys + PER_UNIT - 1) / PER_UNIT * round_up(p->Dv, W));
+    f.panels = used, used += f.panels_stride * (size_t)copies;
+    f.values = used, used += f.values_stride * (size_t)copies;
+
+    int64_t block = HEED_MIN(f.rows, MAX_ROWS);
+    f.q = take(&inside, block * f.ldq);
+    f.s = take(&inside, HEED_MAX(MR, DIRECT_ROWS) * LDS);
+    f.o = take(&inside, block * f.ldo);
+    if (f.direct && !f.v_in_place)
+        f.values_stride = inside, take(&inside, BC * f.ldo);
+    f.scratch = used, f.scratch_stride = inside;
+    used += inside * (size_t)plan->threads;
+
+    if (f.splits > 1) {
+        take(&f.results_stride, f.rows * (f.ldo + 2));
+        f.results = used, used += f.results_stride * (size_t)(heads * f.splits);
+    }
+    f.bytes = used;
+    return f;
+}
+
+/* A block of rows on its way through the keys. */
+typedef struct forward_block {
+    const job *j;
+    const forward_layout *f;
+    const heed_span *span;
+    int64_t hk, rows, tiles;
+    query row[MAX_ROWS];
+    float m[MAX_ROWS + W], l[MAX_ROWS + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
+    char started[MAX_ROWS];                 /* tile: O holds something */
+    float *Q, *S, *O;
+    right K, V;                             /* of key 0 */
+    float *values;                          /* direct: room for BC rows of V that cannot be used in place */
+} forward_block;
+
+/* 2^(c (m - m')) for each row of a tile goes to keep, m' to m; m' = max(m, the largest of the row's scores). */
+static void raise_maxima(float *m, float *l, const float *top, float *keep, float *base, int64_t rows, float c)
+{
+    for (int64_t r = 0; r < rows; r += W) {
+        vec old = vec_load(m + r), now = vec_max(vec_load(top + r), old);
+        vec floor = vec_less(now, vec_set1(-FLT_MAX), vec_zero(), now); /* no key yet: -inf - -inf would be NaN */
+        vec k = vec_exp2(vec_mul(vec_sub(old, floor), vec_set1(c)));
+        float lane[3][W];
+        vec_store(lane[0], now), vec_store(lane[1], k), vec_store(lane[2], floor);
+        for (int64_t i = r; i < HEED_MIN(r + W, rows); i++) {
+            m[i] = lane[0][i - r], keep[i] = lane[1][i - r], base[i] = lane[2][i - r];
+            l[i] *= keep[i];
+        }
+    }
+}
+
+/* Scores of a tile to weights, in place, columns [from, to) of S, both multiples of W; updates m and l and says in keep
+ * by what to scale O. With HEED_DOT the weights are bf16, packed to the front of their row. */
+static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to, float c)
+{
+    float top[MR + W], base[MR + W];
+    for (int64_t r = 0; r < rows; r++) {
+        const float *s = S + r * LDS;
+        vec x = vec_load(s + from), y = x;
+        int64_t i = from + W;
+        for (; i + W < to; i += 2 * W)
+            x = vec_max(x, vec_load(s + i)), y = vec_max(y, vec_load(s + i + W));
+        for (; i < to; i += W)
+            x = vec_max(x, vec_load(s + i));
+        top[r] = vec_top(vec_max(x, y));
+    }
+    for (int64_t r = rows; r < round_up(rows, W); r++)
+        top[r] = 0;
+    raise_maxima(m, l, top, keep, base, rows, c);
+    vec factor = vec_set1(c);
+    for (int64_t r = 0; r < rows; r++) {
+        float *s = S + r * LDS;
+        vec b = vec_set1(base[r]), sum = vec_zero(), sum2 = vec_zero();
+        int64_t i = from;
+        for (; i + W < to; i += 2 * W) {
+            vec x = vec_exp2(vec_mul(vec_sub(vec_load(s + i), b), factor));
+            vec y = vec_exp2(vec_mul(vec_sub(vec_load(s + i + W), b), factor));
+            vec_store(s + i, x), vec_store(s + i + W, y);
+            sum = vec_add(sum, x), sum2 = vec_add(sum2, y);
+        }
+        for (; i < to; i += W) {
+            vec x = vec_exp2(vec_mul(vec_sub(vec_load(s + i), b), factor));
+            vec_store(s + i, x);
+            sum = vec_add(sum, x);
+        }
+        l[r] += vec_sum(vec_add(sum, sum2));
+    }
+}
+
+/* The value of a tile operand in the form of pack.h: weight c of a row, row n of a stacked factor. */
+static inline float unit_value(const void *data, int64_t pair, int64_t half)
+{
+#if HEED_DOT
+    return heed_bf16_to_f32(((const uint16_t *)data)[2 * pair + half]);
+#else
+    return (void)half, ((const float *)data)[pair];
+#endif
+}
+
+/* O = keep O + P V for a tile in whose keys some value is not finite and that not every row sees: 0 * NaN must not be
+ * added. */
+static void add_seen_values(float *O, int64_t ldo, const float *S, right V, int64_t rows, int64_t from, int64_t to,
+                            int64_t width, const float *keep)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t d = 0; d < width; d++)
+            O[r * ldo + d] = keep ? keep[r] * O[r * ldo + d] : 0;
+        for (int64_t c = from; c < to; c++) {
+            float w = unit_value(S + r * LDS, c / PER_UNIT, c % PER_UNIT);
+            for (int64_t d = 0; w != 0 && d < width; d++)
+                O[r * ldo + d] += w * unit_value(V.data, c / PER_UNIT * V.ld + d, c % PER_UNIT);
+        }
+    }
+}
+
+static int values_are_finite(const forward_block *b, int64_t first, int64_t last)
+{
+    source v = { b->j->p, b->span, &b->j->p->a.v, b->hk, b->j->p->Dv, 1 };
+    for (int64_t n = first; n < last; n++)
+        if (!row_is_finite(v.t->dtype, source_row(&v, n), v.t->stride[3], v.dim))
+            return 0;
+    return 1;
+}
+
+#if !HEED_DOT
+/* Scores of up to DIRECT_ROWS rows with key n, where K lies: s[r * LDS] = Q_r . k. */
+INLINE void direct_key(float *s, const float *Q, int64_t ldq, int64_t rows, heed_dtype type, const void *k, int64_t dim)
+{
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) {
+        vec x[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
+        for (int64_t d = 0; d < dim; d += W) {
+            vec key = vec_load_as(type, k, d);
+            UNROLL for (int i = 0; i < 4; i++)
+                x[i] = vec_fma(key, vec_load(Q + (r + i) * ldq + d), x[i]);
+        }
+        UNROLL for (int i = 0; i < 4; i++)
+            s[(r + i) * LDS] = vec_sum(x[i]);
+    }
+    for (; r < rows; r++) {
+        vec x = vec_zero(), y = x;
+        int64_t d = 0;
+        for (; d + W < dim; d += 2 * W) {
+            x = vec_fma(vec_load_as(type, k, d), vec_load(Q + r * ldq + d), x);
+            y = vec_fma(vec_load_as(type, k, d + W), vec_load(Q + r * ldq + d + W), y);
+        }
+        if (d < dim)
+            x = vec_fma(vec_load_as(type, k, d), vec_load(Q + r * ldq + d), x);
+        s[r * LDS] = vec_sum(vec_add(x, y));
+    }
+}
+
+static void direct_scores(const forward_block *b, int64_t n0, int64_t from, int64_t to)
+{
+    const heed_problem *p = b->j->p;
+    source k = { p, b->span, &p->a.k, b->hk, p->D, 1 };
+    int whole = k.t->stride[3] == 1 && p->D % W == 0;
+    int64_t dim = units_of(p->D);
+    for (int64_t c = from; c < to; c++) {
+        float copy[HEED_MAX_HEAD_DIM + W];
+        if (!whole)
+            unit_row(copy, &k, n0 + c, 1);
+        else if (k.t->dtype == HEED_F32)
+            direct_key(b->S + c, b->Q, b->f->ldq, b->rows, HEED_F32, source_row(&k, n0 + c), dim);
+        else if (k.t->dtype == HEED_F16)
+            direct_key(b->S + c, b->Q, b->f->ldq, b->rows, HEED_F16, source_row(&k, n0 + c), dim);
+        else
+            direct_key(b->S + c, b->Q, b->f->ldq, b->rows, HEED_BF16, source_row(&k, n0 + c), dim);
+        if (!whole)
+            direct_key(b->S + c, b->Q, b->f->ldq, b->rows, HEED_F32, copy, dim);
+    }
+}
+#endif
+
+/* One tile of rows against one block of keys, n0 .. n1-1. *finite: whether V is so there, -1 where not known yet. */
+static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, int *finite)
+{
+    const job *j = b->j;
+    int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
+    const query *q = b->row + r0;
+    int64_t first = n1, last = n0, all_first = n0, all_last = n1; /* seen by some row, seen by all */
+    for (int64_t r = 0; r < rows; r++) {
+        first = HEED_MIN(first, q[r].first), last = HEED_MAX(last, q[r].last);
+        all_first = HEED_MAX(all_first, q[r].first), all_last = HEED_MIN(all_last, q[r].last);
+    }
+    first = HEED_MAX(first, n0), last = HEED_MIN(last, n1);
+    if (first >= last)
+        return;
+
+    int64_t from = (first - n0) / PANEL * PANEL, to = round_up(last - n0, W);
+    float *S = b->S, *O = b->O + r0 * b->f->ldo, keep[MR + W];
+#if !HEED_DOT
+    if (b->f->direct)
+        direct_scores(b, n0, first - n0, last - n0);
+    else
+#endif
+        multiply(S + from, LDS, (left){ b->Q + r0 * b->f->ldq, b->f->ldq, 0 },
+                 (right){ b->K.data + (n0 + from) / PANEL * b->K.next, b->K.ld, b->K.next }, rows, (to - from) / W,
+                 (j->p->D + PER_UNIT - 1) / PER_UNIT, NULL);
+    int whole = all_first <= n0 + from && all_last >= n0 + to; /* every row sees every column */
+    if (j->changes || !whole)
+        for (int64_t r = 0; r < rows; r++)
+            adjust_row(j, b->span, q[r], S + r * LDS, NULL, n0, from, to);
+    softmax_tile(S, b->m + r0, b->l + r0, keep, rows, from, to, j->changes ? LOG2E : j->s_scale * LOG2E);
+    for (int64_t r = 0; r < rows; r++) {
+        float *s = S + r * LDS, drop[BC];
+        if (j->p->drop_below) {
+            keep_row(j, b->span, q[r], drop, n0, from, to);
+            for (int64_t c = from; c < to; c++)
+                s[c] *= drop[c];
+        }
+#if HEED_DOT
+        for (int64_t c = from; c < to; c += 2 * W) /* bf16 pairs, to the front of the row */
+            vec_store_bf16_pair((uint16_t *)s + c, vec_load(s + c), c + W < to ? vec_load(s + c + W) : vec_zero());
+#endif
+    }
+
+    right V = b->V;
+    int64_t width = round_up(j->p->Dv, W), skip = (first - n0) / PER_UNIT;
+    if (b->values) {
+        source v = { j->p, b->span, &j->p->a.v, b->hk, j->p->Dv, 1 };
+        pack_stacked(b->values, &v, n0, n1, width);
+        V.data = b->values;
+    } else
+        V.data += n0 / PER_UNIT * V.ld;
+    if (j->partial && *finite < 0 && (j->p->a.mask.data || all_first > first || all_last < last))
+        *finite = values_are_finite(b, n0, n1);
+    if (*finite == 0)
+        add_seen_values(O, b->f->ldo, S, V, rows, first - n0, last - n0, width, b->started[t] ? keep : NULL);
+    else
+        multiply(O, b->f->ldo, (left){ S + skip, LDS, 0 }, (right){ V.data + skip * V.ld, V.ld, V.next }, rows,
+                 width / W, (last - n0 + PER_UNIT - 1) / PER_UNIT - skip, b->started[t] ? keep : NULL);
+    b->started[t] = 1;
+}
+
+/* Normalises row r of the block, adds the sink, writes o and lse. */
+static void finish_row(const forward_block *b, int64_t r, float *O, float m, float l)
+{
+    const heed_problem *p = b->j->p;
+    const heed_attention *a = &p->a;
+    query q = b->row[r];
+    double top = (double)m * (b->j->changes ? 1 : b->j->s_scale), sum = l, lse = -INFINITY;
+    float scale = 0;
+    if (l != 0 || m != m) {
+        scale = (float)(1 / sum);
+        if (a->sink.data) {
+            double sink = ((const float *)a->sink.data)[q.h * a->sink.stride[1]], max = sink > top ? sink : top;
+            sum = sum * exp(top - max) + exp(sink - max);
+            scale = (float)(exp(top - max) / sum);
+            top = max;
+        }
+        lse = top + log(sum);
+    }
+    if (scale == 0) /* nothing was seen, and O may never have been written */
+        memset(O, 0, (size_t)p->Dv * sizeof *O);
+    int64_t row = b->span->q_row + q.i, batch = b->span->q_batch;
+    char *o = (char *)a->o.data + (batch * a->o.stride[0] + q.h * a->o.stride[1] + row * a->o.stride[2]) *
+                                      (int64_t)heed_dtype_size(a->o.dtype);
+    store_row(o, a->o.dtype, a->o.stride[3], O, p->Dv, scale, 0);
+    if (a->lse.data)
+        ((float *)a->lse.data)[batch * a->lse.stride[0] + q.h * a->lse.stride[1] + row * a->lse.stride[2]] = (float)lse;
+}
+
+/* Rows [r0, r1) of key head hk against keys [n0, n1). The result stays in the block. */
+static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t n0, int64_t n1)
+{
+    const heed_problem *p = b->j->p;
+    int64_t first = n1, last = n0;
+    b->rows = r1 - r0;
+    b->tiles = b->f->direct ? 1 : tile_count(b->rows);
+    for (int64_t r = 0; r < b->rows; r++) {
+        int64_t h = b->hk * p->G + (r0 + r) / b->span->rows, i = (r0 + r) % b->span->rows;
+        source q = { p, b->span, &p->a.q, h, p->D, 0 };
+        b->row[r] = query_at(p, b->span, h, i);
+        b->m[r] = -INFINITY, b->l[r] = 0;
+        unit_row(b->Q + r * b->f->ldq, &q, i, b->j->q_scale);
+        if (b->row[r].first < b->row[r].last)
+            first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
+    }
+    memset(b->started, 0, sizeof b->started);
+    for (int64_t n = HEED_MAX(first, n0) / BC * BC; n < HEED_MIN(last, n1); n += BC) {
+        int finite = -1;
+        for (int64_t t = 0; t < b->tiles; t++)
+            forward_tile(b, t, HEED_MAX(n, n0), HEED_MIN(n + BC, n1), &finite);
+    }
+}
+
+/* ---- The items of work ------------------------------------------------------------------------------------------ */
+
+typedef struct forward_run {
+    job j;
+    forward_layout f;
+} forward_run;
+
+static float *at_bytes(const job *j, size_t offset) { return (float *)(void *)(j->workspace + offset); }
+
+static void pack_head(const forward_run *x, const heed_span *s, int64_t hk, int64_t buffer, int64_t first, int64_t last)
+{
+    const heed_problem *p = x->j.p;
+    source k = { p, s, &p->a.k, hk, p->D, 1 }, v = { p, s, &p->a.v, hk, p->Dv, 1 };
+    int64_t width = round_up(p->Dv, W);
+    pack_panels(at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), &k, first, last);
+    if (!x->f.v_in_place)
+        pack_stacked(at_bytes(&x->j, x->f.values + x->f.values_stride * (size_t)buffer) + first / PER_UNIT * width, &v,
+                     first, last, width);
+}
+
+static void block_start(forward_block *b, const forward_run *x, const heed_span *s, int64_t hk, int64_t buffer, int thread)
+{
+    const heed_problem *p = x->j.p;
+    size_t scratch = x->f.scratch + x->f.scratch_stride * (size_t)thread;
+    int64_t width = round_up(p->Dv, W);
+    b->j = &x->j, b->f = &x->f, b->span = s, b->hk = hk;
+    b->Q = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
+    b->O = at_bytes(&x->j, scratch + x->f.o);
+    b->K = (right){ at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), PANEL, PANEL * units_of(p->D) };
+    b->values = x->f.direct && !x->f.v_in_place ? at_bytes(&x->j, scratch + x->f.values_stride) : NULL;
+    if (x->f.v_in_place && s->keys) {
+        source v = { p, s, &p->a.v, hk, p->Dv, 1 };
+        b->V = (right){ (const float *)(const void *)source_row(&v, 0), p->a.v.stride[2] * s->col_step, PANEL };
+    } else
+        b->V = (right){ at_bytes(&x->j, x->f.values + x->f.values_stride * (size_t)buffer), width, PANEL };
+}
+
+static void finish_block(const forward_block *b)
+{
+    for (int64_t r = 0; r < b->rows; r++)
+        finish_row(b, r, b->O + r * b->f->ldo, b->m[r], b->l[r]);
+}
+
+/* A whole key head: pack it, then all its rows while it is in the cache. */
+static void forward_head(void *context, int64_t index, int thread)
+{
+    const forward_run *x = context;
+    heed_span s;
+    forward_block b;
+    int64_t hk = index % x->j.p->Hk;
+    heed_span_of(x->j.p, index / x->j.p->Hk, &s);
+    pack_head(x, &s, hk, thread, 0, s.keys);
+    block_start(&b, x, &s, hk, thread, thread);
+    for (int64_t r = 0; r < s.rows * x->j.p->G; r += BR) {
+        forward_block_run(&b, r, HEED_MIN(r + BR, s.rows * x->j.p->G), 0, s.keys);
+        finish_block(&b);
+    }
+}
+
+/* For all threads on few heads: first all packing ... */
+static void pack_chunk(void *context, int64_t index, int thread)
+{
+    const forward_run *x = context;
+    (void)thread;
+    int64_t chunks = (x->f.keys + CHUNK - 1) / CHUNK, head = index / chunks, first = index % chunks * CHUNK;
+    heed_span s;
+    heed_span_of(x->j.p, head / x->j.p->Hk, &s);
+    if (first < s.keys)
+        pack_head(x, &s, head % x->j.p->Hk, head, first, HEED_MIN(first + CHUNK, s.keys));
+}
+
+/* ... then all blocks of rows, last ones first: with a causal mask they are the long ones. */
+static void forward_rows(void *context, int64_t index, int thread)
+{
+    const forward_run *x = context;
+    heed_span s;
+    forward_block b;
+    int64_t head = index / x->f.row_blocks, r = (x->f.row_blocks - 1 - index % x->f.row_blocks) * BR;
+    heed_span_of(x->j.p, head / x->j.p->Hk, &s);
+    if (r >= s.rows * x->j.p->G)
+        return;
+    block_start(&b, x, &s, head % x->j.p->Hk, head, thread);
+    forward_block_run(&b, r, HEED_MIN(r + BR, s.rows * x->j.p->G), 0, s.keys);
+    finish_block(&b);
+}
+
+/* Few rows: one chunk of the keys. */
+static void forward_chunk(void *context, int64_t index, int thread)
+{
+    const forward_run *x = context;
+    heed_span s;
+    forward_block b;
+    int64_t head = index / x->f.splits, chunk = index % x->f.splits, ldo = x->f.ldo;
+    heed_span_of(x->j.p, head / x->j.p->Hk, &s);
+    int64_t buffer = x->f.by_head ? thread : head, n0 = HEED_MIN(chunk * CHUNK, s.keys), n1 = HEED_MIN(n0 + CHUNK, s.keys);
+    block_start(&b, x, &s, head % x->j.p->Hk, buffer, thread);
+    if (!x->f.direct && x->f.by_head)
+        pack_head(x, &s, b.hk, buffer, n0, n1);
+    forward_block_run(&b, 0, s.rows * x->j.p->G, n0, n1);
+    if (x->f.splits == 1) {
+        finish_block(&b);
+        return;
+    }
+    float *result = at_bytes(&x->j, x->f.results + x->f.results_stride * (size_t)index);
+    for (int64_t r = 0; r < b.rows; r++) {
+        if (b.l[r] != 0 || b.m[r] != b.m[r])
+            memcpy(result + r * (ldo + 2), b.O + r * ldo, (size_t)ldo * sizeof(float));
+        result[r * (ldo + 2) + ldo] = b.m[r], result[r * (ldo + 2) + ldo + 1] = b.l[r];
+    }
+}
+
+/* The chunks of a head put together, in order. */
+static void forward_merge(void *context, int64_t head, int thread)
+{
+    const forward_run *x = context;
+    heed_span s;
+    forward_block b;
+    int64_t ldo = x->f.ldo;
+    heed_span_of(x->j.p, head / x->j.p->Hk, &s);
+    block_start(&b, x, &s, head % x->j.p->Hk, 0, thread);
+    float c = (x->j.changes ? 1 : x->j.s_scale) * LOG2E;
+    for (int64_t r = 0; r < s.rows * x->j.p->G; r++) {
+        const float *part = at_bytes(&x->j, x->f.results + x->f.results_stride * (size_t)(head * x->f.splits)) + r * (ldo + 2);
+        int64_t step = (int64_t)(x->f.results_stride / sizeof(float));
+        float m = -INFINITY, l = 0, *O = b.O;
+        memset(O, 0, (size_t)ldo * sizeof(float));
+        for (int64_t i = 0; i < x->f.splits; i++)
+            m = part[i * step + ldo] > m || part[i * step + ldo] != part[i * step + ldo] ? part[i * step + ldo] : m;
+        for (int64_t i = 0; i < x->f.splits; i++) {
+            const float *o = part + i * step;
+            if (o[ldo + 1] == 0 && o[ldo] == o[ldo])
+                continue;
+            float w = exp2f((o[ldo] - m) * c);
+            l += w * o[ldo + 1];
+            for (int64_t d = 0; d < x->j.p->Dv; d++)
+                O[d] += w * o[d];
+        }
+        b.row[0] = query_at(x->j.p, &s, b.hk * x->j.p->G + r / s.rows, r % s.rows);
+        finish_row(&b, 0, O, m, l);
+    }
+}
+
+/* Rows that are padding: o = 0, lse = -inf. */
+static void forward_padding(void *context, int64_t index, int thread)
+{
+    const forward_run *x = context;
+    const heed_attention *a = &x->j.p->a;
+    forward_block b = { .j = &x->j, .f = &x->f };
+    heed_span s;
+    float zero[HEED_MAX_HEAD_DIM];
+    (void)thread;
+    heed_span_of(x->j.p, index / x->j.p->Hq, &s);
+    b.span = &s;
+    for (int64_t i = s.rows; i < s.padded_rows; i++) {
+        b.row[0] = (query){ .h = index % x->j.p->Hq, .i = i };
+        finish_row(&b, 0, zero, -INFINITY, 0);
+    }
+    (void)a;
+}
+
+size_t ISA(heed_forward_workspace)(const heed_problem *p, const heed_plan *plan)
+{
+#if HEED_DOT
+    if (p->G * p->Sq <= DIRECT_ROWS) /* limited by memory, where the dot product has nothing to give */
+        return heed_forward_workspace_avx512(p, plan);
+#endif
+    return forward_lay_out(p, plan).bytes;
+}
+
+heed_status ISA(heed_forward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
+{
+#if HEED_DOT
+    if (p->G * p->Sq <= DIRECT_ROWS)
+        return heed_forward_avx512(p, plan, exec);
+#endif
+    forward_run x = { .f = forward_lay_out(p, plan) };
+    int64_t heads = p->B * p->Hk, chunks = (x.f.keys + CHUNK - 1) / CHUNK;
+    job_start(&x.j, p, plan, exec);
+    if (x.f.rows <= SPLIT_ROWS) {
+        if (!x.f.direct && !x.f.by_head)
+            parallel_for(plan->threads, heads * chunks, pack_chunk, &x);
+        parallel_for(plan->threads, heads * x.f.splits, forward_chunk, &x);
+        if (x.f.splits > 1)
+            parallel_for(plan->threads, heads, forward_merge, &x);
+    } else if (x.f.by_head)
+        parallel_for(plan->threads, heads, forward_head, &x);
+    else {
+        parallel_for(plan->threads, heads * chunks, pack_chunk, &x);
+        parallel_for(plan->threads, heads * x.f.row_blocks, forward_rows, &x);
+    }
+    if (p->a.lengths_q)
+        parallel_for(plan->threads, p->B * p->Hq, forward_padding, &x);
+    return HEED_OK;
+}

@@ -1,0 +1,34 @@
+/* The CPU kernels, compiled once for each instruction set: HEED_ISA names it, and with it the vector header. */
+#include "internal.h"
+#include "numbers.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#define HEED_PASTE(a, b) a##_##b
+#define HEED_PASTE2(a, b) HEED_PASTE(a, b)
+#define ISA(name) HEED_PASTE2(name, HEED_ISA)
+
+#if defined(__AVX512BF16__)
+#define HEED_DOT 1 /* products of bf16 pairs; bf16 problems only */
+#else
+#define HEED_DOT 0
+#endif
+
+#if defined(__AVX512F__)
+#include "vec_avx512.h"
+#elif defined(__AVX2__)
+#include "vec_avx2.h"
+#else
+#include "vec_plain.h"
+#endif
+
+#include "tile.h"
+#include "vecmath.h"
+#include "pack.h"
+#include "parallel.h"
+#include "scores.h"
+#include "forward.h"
+#include "backward.h"
+#include "bias_gradient.h"

@@ -1,0 +1,123 @@
+/* What stands between a product Q K^T and its softmax: scale, softcap, bias, ALiBi, mask, the band. A block of scores is
+ * a few rows of S with BC columns; column c is key n0 + c of the sequence. Plain attention passes through here at the
+ * cost of a comparison for each row. */
+
+#define BC 256        /* keys in a block */
+#define LDS (BC + 16) /* floats from row to row of S: not a power of two, which would crowd the cache's sets */
+
+/* A row of the problem: query head, row of the sequence, keys [first, last) of the band. */
+typedef struct query {
+    int64_t h, i, first, last;
+} query;
+
+typedef struct job {
+    const heed_problem *p;
+    const heed_plan *plan;
+    float q_scale; /* goes into Q as it is copied; with HEED_DOT a power of two */
+    float s_scale; /* S = s_scale * (tile's product), positive */
+    int changes;   /* softcap, bias, ALiBi or mask: scores need a visit */
+    int partial;   /* some rows may see keys that others do not */
+    uint64_t seed;
+    float keep_scale; /* 1 / (1 - dropout) */
+    char *workspace;
+} job;
+
+static void job_start(job *j, const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    const heed_attention *a = &p->a;
+    *j = (job){ .p = p, .plan = plan, .q_scale = a->scale, .s_scale = 1, .workspace = x ? x->workspace : NULL };
+#if HEED_DOT
+    /* A scaled bf16 would be rounded. Its power of two is taken, downwards so that nothing overflows. */
+    if (a->scale != 0) {
+        int exponent;
+        float fraction = frexpf(fabsf(a->scale), &exponent); /* [1/2, 1) */
+        j->s_scale = 2 * fraction;
+        j->q_scale = copysignf(ldexpf(1, exponent - 1), a->scale);
+    }
+#endif
+    j->changes = a->softcap > 0 || a->bias.data || a->alibi.data || a->mask.data;
+    j->partial = p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED || a->mask.data;
+    j->seed = a->dropout_seed + (a->dropout_seed_at ? *a->dropout_seed_at : 0);
+    j->keep_scale = 65536.0f / (float)(65536 - p->drop_below);
+}
+
+static inline query query_at(const heed_problem *p, const heed_span *s, int64_t h, int64_t i)
+{
+    query q = { .h = h, .i = i };
+    heed_band(p, s, i, &q.first, &q.last);
+    return q;
+}
+
+/* Of row q and keys n0 + [from, to): bias as floats, or 0 / -inf by mask. The columns need not be neighbours. */
+static void load_bias(float *out, const heed_tensor *t, const heed_span *s, query q, int64_t n, int64_t count)
+{
+    int64_t step = t->stride[3] * s->col_step;
+    const char *row = (const char *)t->data + (s->b * t->stride[0] + q.h * t->stride[1] + q.i * t->stride[2] +
+                                               (s->col + n * s->col_step) * t->stride[3]) *
+                                                  (int64_t)heed_dtype_size(t->dtype);
+    if (t->dtype == HEED_BOOL)
+        for (int64_t c = 0; c < count; c++)
+            out[c] = ((const uint8_t *)row)[c * step] ? 1.0f : 0.0f;
+    else
+        load_row(out, t->dtype, row, step, count, count, 1);
+}
+
+/* S of one row from the tile's products, columns [from, to) of the block at key n0, in place; -inf where the row does
+ * not see the key. slope, where wanted: the derivative of the softcap. */
+static void adjust_row(const job *j, const heed_span *span, query q, float *s, float *slope, int64_t n0, int64_t from,
+                       int64_t to)
+{
+    int64_t first = HEED_MIN(HEED_MAX(q.first - n0, from), to), last = HEED_MAX(HEED_MIN(q.last - n0, to), first);
+    if (j->changes && first < last) {
+        const heed_attention *a = &j->p->a;
+        float bias[BC], mask[BC];
+        if (a->bias.data)
+            load_bias(bias + first, &a->bias, span, q, n0 + first, last - first);
+        if (a->mask.data)
+            load_bias(mask + first, &a->mask, span, q, n0 + first, last - first);
+        float alibi = a->alibi.data ? ((const float *)a->alibi.data)[span->b * a->alibi.stride[0] + q.h * a->alibi.stride[1]] : 0;
+        float cap = a->softcap, per_cap = cap > 0 ? 1 / cap : 0;
+        double distance = (double)(span->r0 + (n0 + first) * span->r_step) - (double)(span->p0 + q.i * span->p_step);
+        for (int64_t c = first; c < last; c++) {
+            float x = s[c] * j->s_scale;
+            s[c] = x;
+        }
+        if (cap > 0)
+            for (int64_t c = first; c < last; c += W) { /* the last step may run over columns that are reset below */
+                vec t = vec_tanh(vec_mul(vec_load(s + c), vec_set1(per_cap)));
+                vec_store(s + c, vec_mul(t, vec_set1(cap)));
+                if (slope)
+                    vec_store(slope + c, vec_sub(vec_set1(1), vec_mul(t, t)));
+            }
+        if (a->bias.data)
+            for (int64_t c = first; c < last; c++)
+                s[c] += bias[c];
+        if (alibi != 0)
+            for (int64_t c = first; c < last; c++)
+                s[c] -= alibi * (float)fabs(distance + (double)((c - first) * span->r_step));
+        if (a->mask.data)
+            for (int64_t c = first; c < last; c++)
+                s[c] = mask[c] != 0 ? s[c] : -INFINITY;
+    }
+    for (int64_t c = from; c < first; c++)
+        s[c] = -INFINITY;
+    for (int64_t c = last; c < to; c++)
+        s[c] = -INFINITY;
+}
+
+/* out[c] = keep_scale where dropout keeps the pair, else 0; key n0 + c. */
+static void keep_row(const job *j, const heed_span *s, query q, float *out, int64_t n0, int64_t from, int64_t to)
+{
+    uint32_t words[4] = { 0 };
+    int64_t p = s->p0 + q.i * s->p_step, drawn = INT64_MIN;
+    for (int64_t c = from; c < to; c++) {
+        int64_t r = s->r0 + (n0 + c) * s->r_step;
+        if (r >> 3 != drawn) {
+            uint32_t counter[4] = { (uint32_t)(r >> 3), (uint32_t)p, (uint32_t)q.h, (uint32_t)s->b };
+            heed_philox(j->seed, counter, words);
+            drawn = r >> 3;
+        }
+        uint32_t bits = words[(r & 7) >> 1] >> (16 * (r & 1)) & 0xFFFFu;
+        out[c] = bits < j->p->drop_below ? 0 : j->keep_scale;
+    }
+}

@@ -1,0 +1,93 @@
+/* The vector operations in AVX-512, and with HEED_DOT also the bf16 dot product. Documented in vec_plain.h. */
+#include <immintrin.h>
+
+typedef __m512 vec;
+#define W 16
+#define MR 14
+#define NR 2
+
+static inline vec vec_zero(void) { return _mm512_setzero_ps(); }
+static inline vec vec_set1(float x) { return _mm512_set1_ps(x); }
+static inline vec vec_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void vec_store(float *p, vec x) { _mm512_storeu_ps(p, x); }
+static inline vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }
+static inline vec vec_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+static inline vec vec_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec vec_div(vec a, vec b) { return _mm512_div_ps(a, b); }
+static inline vec vec_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vec vec_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+static inline vec vec_round(vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vec vec_scale2(vec x, vec n) { return _mm512_scalef_ps(x, n); }
+static inline vec vec_iota(void)
+{
+    return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+static inline vec vec_less(vec a, vec b, vec x, vec y)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline vec vec_abs(vec x) { return _mm512_abs_ps(x); }
+static inline float vec_sum(vec x) { return _mm512_reduce_add_ps(x); }
+static inline float vec_top(vec x) { return _mm512_reduce_max_ps(x); }
+
+static inline vec vec_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+static inline vec vec_load_bf16(const uint16_t *p)
+{
+    __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+}
+static inline void vec_store_f16(uint16_t *p, vec x)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+static inline void vec_store_bf16(uint16_t *p, vec x)
+{
+    __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
+    __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
+    __m512i nan = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    near = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), near, nan);
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16)));
+}
+
+/* 16 x 16 in four rounds of exchanging halves: of 32-bit pairs, 64-bit pairs, then 128-bit lanes twice. */
+static inline void vec_transpose(vec r[W])
+{
+    __m512d t[W];
+    for (int i = 0; i < W; i += 4) {
+        __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r[i], r[i + 1]));
+        __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(r[i], r[i + 1]));
+        __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(r[i + 2], r[i + 3]));
+        __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(r[i + 2], r[i + 3]));
+        t[i] = _mm512_unpacklo_pd(a, c), t[i + 1] = _mm512_unpackhi_pd(a, c);
+        t[i + 2] = _mm512_unpacklo_pd(b, d), t[i + 3] = _mm512_unpackhi_pd(b, d);
+    }
+    for (int i = 0; i < 4; i++) {
+        __m512d a = _mm512_shuffle_f64x2(t[i], t[i + 4], 0x88), b = _mm512_shuffle_f64x2(t[i], t[i + 4], 0xDD);
+        __m512d c = _mm512_shuffle_f64x2(t[i + 8], t[i + 12], 0x88), d = _mm512_shuffle_f64x2(t[i + 8], t[i + 12], 0xDD);
+        r[i] = _mm512_castpd_ps(_mm512_shuffle_f64x2(a, c, 0x88));
+        r[i + 4] = _mm512_castpd_ps(_mm512_shuffle_f64x2(b, d, 0x88));
+        r[i + 8] = _mm512_castpd_ps(_mm512_shuffle_f64x2(a, c, 0xDD));
+        r[i + 12] = _mm512_castpd_ps(_mm512_shuffle_f64x2(b, d, 0xDD));
+    }
+}
+
+#if HEED_DOT
+/* c + a0 b0 + a1 b1 in each lane, where a lane of a and b is a pair of bf16. */
+static inline vec vec_dot(vec a, vec b, vec c)
+{
+    return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+}
+/* 2 W bf16 from two vectors, lo first. */
+static inline void vec_store_bf16_pair(void *p, vec lo, vec hi)
+{
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(hi, lo));
+}
+/* Lane i: the pair (a_i, b_i) rounded to bf16. */
+static inline vec vec_zip_bf16(vec a, vec b)
+{
+    __m512i lo = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a));
+    __m512i hi = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(b));
+    return _mm512_castsi512_ps(_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
+}
+#endif

@@ -1,0 +1,91 @@
+/* The vector operations in portable C: the compiler's generic vectors, four floats wide, which become SSE2 on any
+ * x86-64 and NEON on ARM. This file is also their description; vec_avx2.h and vec_avx512.h define the same.
+ *
+ *     vec, W          a vector of W floats
+ *     MR, NR          rows, and vectors in a row, of the largest register tile (tile.h): MR * NR + NR + 1 registers
+ */
+typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t vec_int __attribute__((vector_size(16)));
+#define W 4
+#if defined(__aarch64__)
+#define MR 12 /* 32 registers */
+#else
+#define MR 6 /* 16 registers */
+#endif
+#define NR 2
+
+static inline vec vec_zero(void) { return (vec){ 0, 0, 0, 0 }; }
+static inline vec vec_set1(float x) { return (vec){ x, x, x, x }; }
+static inline vec vec_load(const float *p) { return *(const vec *)p; }
+static inline void vec_store(float *p, vec x) { *(vec *)p = x; }
+static inline vec vec_add(vec a, vec b) { return a + b; }
+static inline vec vec_sub(vec a, vec b) { return a - b; }
+static inline vec vec_mul(vec a, vec b) { return a * b; }
+static inline vec vec_div(vec a, vec b) { return a / b; }
+static inline vec vec_fma(vec a, vec b, vec c) { return a * b + c; }
+
+/* Lane by lane: x where a < b, else y. */
+static inline vec vec_less(vec a, vec b, vec x, vec y)
+{
+    vec_int m = a < b;
+    return (vec)(((vec_int)x & m) | ((vec_int)y & ~m));
+}
+
+/* The larger; b where one of them is NaN. */
+static inline vec vec_max(vec a, vec b) { return vec_less(b, a, a, b); }
+static inline vec vec_abs(vec x) { return (vec)((vec_int)x & (vec_int){ INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX }); }
+
+/* To the nearest integer; exact for |x| < 2^22, which is all that exp2 needs; NaN stays. */
+static inline vec vec_round(vec x)
+{
+    vec big = vec_set1(0x1.8p23f);
+    return (x + big) - big; /* not a no-op: this file is never compiled with -ffast-math */
+}
+
+/* x * 2^n for integral n; 0 where n < -126; n at most 127. */
+static inline vec vec_scale2(vec x, vec n)
+{
+    n = vec_less(n, vec_set1(-127), vec_set1(-127), n);
+    n = vec_less(vec_set1(127), n, vec_set1(127), n);
+    vec_int e;
+    for (int i = 0; i < W; i++)
+        e[i] = n[i] == n[i] ? (int32_t)n[i] : 0;
+    return x * (vec)((e + 127) << 23);
+}
+static inline vec vec_iota(void) { return (vec){ 0, 1, 2, 3 }; }
+static inline float vec_sum(vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+static inline float vec_top(vec x)
+{
+    float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+    return a > b ? a : b;
+}
+
+/* W numbers of 16 bits to and from floats, rounded to nearest even. */
+static inline vec vec_load_f16(const uint16_t *p)
+{
+    return (vec){ heed_f16_to_f32(p[0]), heed_f16_to_f32(p[1]), heed_f16_to_f32(p[2]), heed_f16_to_f32(p[3]) };
+}
+static inline vec vec_load_bf16(const uint16_t *p)
+{
+    return (vec){ heed_bf16_to_f32(p[0]), heed_bf16_to_f32(p[1]), heed_bf16_to_f32(p[2]), heed_bf16_to_f32(p[3]) };
+}
+static inline void vec_store_f16(uint16_t *p, vec x)
+{
+    for (int i = 0; i < W; i++)
+        p[i] = heed_f32_to_f16(x[i]);
+}
+static inline void vec_store_bf16(uint16_t *p, vec x)
+{
+    for (int i = 0; i < W; i++)
+        p[i] = heed_f32_to_bf16(x[i]);
+}
+
+/* r[i] lane j becomes r[j] lane i. */
+static inline void vec_transpose(vec r[W])
+{
+    vec a = r[0], b = r[1], c = r[2], d = r[3];
+    r[0] = (vec){ a[0], b[0], c[0], d[0] };
+    r[1] = (vec){ a[1], b[1], c[1], d[1] };
+    r[2] = (vec){ a[2], b[2], c[2], d[2] };
+    r[3] = (vec){ a[3], b[3], c[3], d[3] };
+}

@@ -1,0 +1,103 @@
+/* Elementary functions on vectors, and rows of any dtype to and from float. */
+
+#define LOG2E 1.44269504088896341f
+#define LN2 0.693147180559945309f
+
+/* 2^x for x <= 0 or moderately above; relative error 1e-7. x = n + f with |f| <= 1/2, and 2^f by a polynomial of
+ * degree 5 that is exact at 0. 2^-inf = 0, NaN stays. */
+INLINE vec vec_exp2(vec x)
+{
+    x = vec_max(vec_set1(-150.0f), x); /* -inf - round(-inf) would be NaN */
+    vec n = vec_round(x), f = vec_sub(x, n);
+    vec y = vec_set1(0x1.5bba14p-10f);
+    y = vec_fma(y, f, vec_set1(0x1.3cea88p-7f));
+    y = vec_fma(y, f, vec_set1(0x1.c6b752p-5f));
+    y = vec_fma(y, f, vec_set1(0x1.ebf9bcp-3f));
+    y = vec_fma(y, f, vec_set1(0x1.62e42ap-1f));
+    y = vec_fma(y, f, vec_set1(1.0f));
+    return vec_scale2(y, n);
+}
+
+/* tanh with a relative error of some 1e-7: x + x^3 P(x^2) near 0, elsewhere through exp. */
+INLINE vec vec_tanh(vec x)
+{
+    vec a = vec_abs(x), z = vec_mul(x, x);
+    vec y = vec_set1(-0.005704978946596384f);
+    y = vec_fma(y, z, vec_set1(0.020639080554246902f));
+    y = vec_fma(y, z, vec_set1(-0.05373971164226532f));
+    y = vec_fma(y, z, vec_set1(0.13331441581249237f));
+    y = vec_fma(y, z, vec_set1(-0.3333328068256378f));
+    y = vec_fma(vec_mul(y, z), x, x);
+    vec e = vec_exp2(vec_mul(a, vec_set1(-2 * LOG2E))); /* 1 - 2 e / (1 + e) with e = exp(-2|x|) */
+    vec far = vec_sub(vec_set1(1.0f), vec_div(vec_add(e, e), vec_add(vec_set1(1.0f), e)));
+    far = vec_less(x, vec_zero(), vec_sub(vec_zero(), far), far);
+    return vec_less(a, vec_set1(0.625f), y, far);
+}
+
+INLINE vec vec_load_as(heed_dtype type, const void *row, int64_t c)
+{
+    return type == HEED_F32 ? vec_load((const float *)row + c)
+           : type == HEED_F16 ? vec_load_f16((const uint16_t *)row + c)
+                              : vec_load_bf16((const uint16_t *)row + c);
+}
+
+INLINE float load_as(heed_dtype type, const void *row, int64_t c)
+{
+    return type == HEED_F32 ? ((const float *)row)[c]
+           : type == HEED_F16 ? heed_f16_to_f32(((const uint16_t *)row)[c])
+                              : heed_bf16_to_f32(((const uint16_t *)row)[c]);
+}
+
+/* to[c] = scale * from[c * step], c < n; zeros up to padded. */
+static void load_row(float *to, heed_dtype type, const void *from, int64_t step, int64_t n, int64_t padded, float scale)
+{
+    int64_t c = 0;
+    if (step == 1)
+        for (; c + W <= n; c += W)
+            vec_store(to + c, vec_mul(vec_load_as(type, from, c), vec_set1(scale)));
+    for (; c < n; c++)
+        to[c] = scale * load_as(type, from, c * step);
+    for (; c < padded; c++)
+        to[c] = 0;
+}
+
+/* to[c * step] = scale * from[c] (+ to[c * step], when adding to floats). */
+static void store_row(void *to, heed_dtype type, int64_t step, const float *from, int64_t n, float scale, int add)
+{
+    int64_t c = 0;
+    if (step == 1)
+        for (; c + W <= n; c += W) {
+            vec x = vec_mul(vec_load(from + c), vec_set1(scale));
+            if (add)
+                x = vec_add(x, vec_load((float *)to + c));
+            if (type == HEED_F32)
+                vec_store((float *)to + c, x);
+            else if (type == HEED_F16)
+                vec_store_f16((uint16_t *)to + c, x);
+            else
+                vec_store_bf16((uint16_t *)to + c, x);
+        }
+    for (; c < n; c++) {
+        float x = scale * from[c];
+        if (type == HEED_F32)
+            ((float *)to)[c * step] = add ? ((float *)to)[c * step] + x : x;
+        else if (type == HEED_F16)
+            ((uint16_t *)to)[c * step] = heed_f32_to_f16(x);
+        else
+            ((uint16_t *)to)[c * step] = heed_f32_to_bf16(x);
+    }
+}
+
+/* 1 when none of n values is NaN or infinite. */
+static int row_is_finite(heed_dtype type, const void *row, int64_t step, int64_t n)
+{
+    vec zero = vec_zero(), sum = zero;
+    float rest = 0;
+    int64_t c = 0;
+    if (step == 1)
+        for (; c + W <= n; c += W)
+            sum = vec_fma(vec_load_as(type, row, c), zero, sum); /* x * 0 is 0 or NaN */
+    for (; c < n; c++)
+        rest += load_as(type, row, c * step) * 0.0f;
+    return vec_sum(sum) + rest == 0;
+}

@@ -1,0 +1,122 @@
+/* The devices of this machine, described once; errors of the CUDA runtime as statuses; the kernels' arguments. */
+#include "launch.cuh"
+
+#include <mutex>
+#include <string.h>
+
+heed_status heed_cuda_status(cudaError_t error, const char *doing)
+{
+    if (!error)
+        return HEED_OK;
+    return heed_fail(HEED_DEVICE_ERROR, "%s: %s (%s)", doing, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+#define MOST_DEVICES 64
+
+static std::once_flag asked;
+static int device_count;
+static heed_device devices[MOST_DEVICES];
+
+static void ask(void)
+{
+    int count = 0;
+    if (cudaGetDeviceCount(&count)) { /* no driver, no device: both mean none */
+        cudaGetLastError();
+        return;
+    }
+    count = HEED_MIN(count, MOST_DEVICES);
+    for (int i = 0; i < count; i++) {
+        cudaDeviceProp properties;
+        if (cudaGetDeviceProperties(&properties, i))
+            return;
+        heed_device *d = &devices[i];
+        d->backend = HEED_CUDA;
+        snprintf(d->name, sizeof d->name, "%.127s", properties.name);
+        d->units = properties.multiProcessorCount;
+        d->arch = 10 * properties.major + properties.minor;
+        d->shared_bytes = properties.sharedMemPerBlockOptin;
+        d->memory_bytes = properties.totalGlobalMem;
+        device_count = i + 1;
+    }
+}
+
+int heed_cuda_device_count(void)
+{
+    std::call_once(asked, ask);
+    return device_count;
+}
+
+heed_status heed_cuda_device(int index, heed_device *d)
+{
+    int count = heed_cuda_device_count();
+    if (index < 0 || index >= count)
+        return heed_fail(HEED_NO_DEVICE, "device: there is no CUDA device %d, this machine has %d", index, count);
+    *d = devices[index];
+    return HEED_OK;
+}
+
+/* ---- Arguments -------------------------------------------------------------------------------------------------- */
+
+static view view_of(const heed_tensor &t)
+{
+    view v;
+    v.data = (char *)t.data;
+    v.dtype = t.dtype;
+    int64_t size = (int64_t)heed_dtype_size(t.dtype);
+    uint64_t all = (uint64_t)(uintptr_t)t.data;
+    for (int d = 0; d < 4; d++) {
+        v.stride[d] = t.stride[d];
+        if (d < 3 && t.shape[d] > 1)
+            all |= (uint64_t)(t.stride[d] * size);
+    }
+    v.vector = all % 16 == 0 && (t.stride[3] == 1 || t.shape[3] == 1);
+    return v;
+}
+
+/* The stride and the positions, which are the same for every sequence: heed_span_of() as if all had full length. */
+static void place_keys(const heed_problem *p, args *a)
+{
+    heed_problem full = *p;
+    full.a.lengths_q = full.a.lengths_k = full.a.offsets_q = full.a.offsets_k = NULL;
+    heed_span s;
+    heed_span_of(&full, 0, &s);
+    a->col = s.keys ? s.col : INT32_MAX; /* none is on the stride */
+    a->col_step = s.col_step;
+    a->p0 = s.p0, a->p_step = s.p_step, a->r0 = s.r0, a->r_step = s.r_step;
+}
+
+heed_status heed_cuda_args(const heed_problem *p, args *a)
+{
+    const heed_attention &in = p->a;
+    const heed_gradient &g = p->g;
+    const int64_t sizes[] = { p->B, p->Hq, p->Sq, p->Sk, in.q.shape[2], in.k.shape[2], in.k.shape[0] };
+    for (int64_t size : sizes)
+        if (size > INT32_MAX - 256)
+            return heed_fail(HEED_UNSUPPORTED, "a size is %lld, the CUDA kernels count to %d", (long long)size,
+                             INT32_MAX - 256);
+    memset(a, 0, sizeof *a);
+    a->q = view_of(in.q), a->k = view_of(in.k), a->v = view_of(in.v), a->o = view_of(in.o), a->lse = view_of(in.lse);
+    a->mask = view_of(in.mask), a->bias = view_of(in.bias), a->alibi = view_of(in.alibi), a->sink = view_of(in.sink);
+    if (p->pass == HEED_BACKWARD) {
+        a->d_o = view_of(g.d_o), a->d_lse = view_of(g.d_lse), a->delta = view_of(g.delta);
+        a->d_q = view_of(g.d_q), a->d_k = view_of(g.d_k), a->d_v = view_of(g.d_v);
+        a->d_bias = view_of(g.d_bias), a->d_sink = view_of(g.d_sink);
+        a->accumulate = g.accumulate;
+        for (int d = 0; d < 4; d++)
+            a->bias_shape[d] = (int)g.d_bias.shape[d];
+    }
+    a->B = (int)p->B, a->Hq = (int)p->Hq, a->Hk = (int)p->Hk, a->G = (int)p->G;
+    a->Sq = (int)p->Sq, a->Sk = (int)p->Sk, a->D = (int)p->D, a->Dv = (int)p->Dv;
+    a->q_rows = (int)in.q.shape[2], a->k_rows = p->page ? a->Sk : (int)in.k.shape[2];
+    a->scale = in.scale, a->softcap = in.softcap;
+    a->align = in.align, a->left = p->left, a->right = p->right;
+    place_keys(p, a);
+    a->lengths_q = in.lengths_q, a->lengths_k = in.lengths_k;
+    a->offsets_q = in.offsets_q, a->offsets_k = in.offsets_k;
+    a->block_table = in.block_table, a->block_table_stride = in.block_table_stride;
+    a->page = (int)p->page, a->pages = (int)in.k.shape[0];
+    a->drop_below = p->drop_below;
+    a->keep_scale = 65536.0f / (65536.0f - (float)p->drop_below);
+    a->seed = in.dropout_seed, a->seed_at = in.dropout_seed_at;
+    return HEED_OK;
+}

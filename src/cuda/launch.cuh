@@ -1,0 +1,65 @@
+/* Launching: the caller's device and stream, errors as statuses. */
+#ifndef HEED_CUDA_LAUNCH_CUH
+#define HEED_CUDA_LAUNCH_CUH
+
+#include "problem.cuh"
+
+heed_status heed_cuda_status(cudaError_t error, const char *doing);
+
+/* Makes the call's device current and puts back the caller's on leaving the scope. */
+struct on_device {
+    int before = -1;
+    heed_status status;
+    explicit on_device(int device)
+    {
+        cudaError_t error = cudaGetDevice(&before);
+        if (!error && before != device)
+            error = cudaSetDevice(device);
+        else if (!error)
+            before = -1; /* nothing to put back */
+        status = heed_cuda_status(error, "choosing the device");
+    }
+    ~on_device()
+    {
+        if (before >= 0)
+            cudaSetDevice(before);
+    }
+};
+
+/* One launch of a one-dimensional grid. No blocks: nothing to do. */
+template <class Kernel, class... Rest>
+heed_status launch(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
+                   const Rest &...rest)
+{
+    if (blocks == 0)
+        return HEED_OK;
+    if (blocks > INT32_MAX)
+        return heed_fail(HEED_UNSUPPORTED, "the problem needs %lld blocks, a launch holds %d", (long long)blocks,
+                         INT32_MAX);
+    if (shared_bytes > 48 * 1024) {
+        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 (int)shared_bytes);
+        if (error)
+            return heed_cuda_status(error, "reserving shared memory");
+    }
+    kernel<<<(unsigned)blocks, threads, shared_bytes, (cudaStream_t)x->stream>>>(rest...);
+    return heed_cuda_status(cudaGetLastError(), "launching a kernel");
+}
+
+/* ---- rows.cu: operations on whole rows that the kernels share ---------------------------------------------------- */
+
+/* Sets every element of t, of the given shape, where t is present. */
+heed_status heed_cuda_fill(const view &t, const int64_t shape[4], float value, const heed_exec *x);
+
+/* What backward does before and after its kernels. prepare: a->delta becomes present (computed into the workspace
+ * where the caller gave none) and gradients that the kernels may not reach become zero. */
+size_t heed_cuda_delta_bytes(const heed_problem *p);
+heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x);
+heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x);
+
+/* backward_portable.cu: d_bias, for every family. */
+heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x);
+
+inline int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+#endif

@@ -1,0 +1,190 @@
+/* Operations on whole rows: delta, the merge of two partial results, the sink's gradient, and filling padding. Each is
+ * one pass over its tensors, bound by memory; sums are taken in a fixed order. */
+#include "launch.cuh"
+
+constexpr int WARPS = 8;
+
+/* Sums in fp64: delta is a difference of large sums, and there is bandwidth to wait for anyway. */
+__device__ static double warp_sum(double x)
+{
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2)
+        x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+
+struct rows_shape {
+    int64_t heads, rows, count; /* count: batch * heads * rows */
+    int width;
+};
+
+__device__ static int64_t numbered_row(const view &t, const rows_shape &n, int64_t row)
+{
+    return row_at(t, row / n.rows / n.heads, row / n.rows % n.heads, row % n.rows);
+}
+
+/* ---- Delta ------------------------------------------------------------------------------------------------------ */
+
+/* One warp for each row. */
+__global__ void delta_rows(const __grid_constant__ view o, const __grid_constant__ view d_o,
+                           const __grid_constant__ view d_lse, const __grid_constant__ view delta, rows_shape n)
+{
+    int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= n.count)
+        return;
+    int64_t o_at = numbered_row(o, n, row), d_o_at = numbered_row(d_o, n, row);
+    double sum = 0;
+    for (int c = threadIdx.x % 32; c < n.width; c += 32)
+        sum += (double)load(o, o_at + c * o.stride[3]) * load(d_o, d_o_at + c * d_o.stride[3]);
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32)
+        return;
+    if (d_lse.data)
+        sum -= load(d_lse, numbered_row(d_lse, n, row));
+    store(delta, numbered_row(delta, n, row), (float)sum);
+}
+
+static heed_status launch_delta(const view &o, const view &d_o, const view &d_lse, const view &delta,
+                                const int64_t shape[4], const heed_exec *x)
+{
+    rows_shape n = { shape[1], shape[2], shape[0] * shape[1] * shape[2], (int)shape[3] };
+    return launch(delta_rows, tiles_of(n.count, WARPS), 32 * WARPS, 0, x, o, d_o, d_lse, delta, n);
+}
+
+/* ---- Merge ------------------------------------------------------------------------------------------------------ */
+
+__global__ void merge_rows(const __grid_constant__ view o, const __grid_constant__ view lse,
+                           const __grid_constant__ view o2, const __grid_constant__ view lse2, rows_shape n)
+{
+    int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= n.count)
+        return;
+    int64_t lse_at = numbered_row(lse, n, row), o_at = numbered_row(o, n, row), o2_at = numbered_row(o2, n, row);
+    double first = load(lse, lse_at), second = load(lse2, numbered_row(lse2, n, row));
+    if (second == -CUDART_INF) /* that part saw no key; what its o holds does not matter */
+        return;
+    double m = fmax(first, second), w = exp(first - m), w2 = exp(second - m);
+    for (int c = threadIdx.x % 32; c < n.width; c += 32) {
+        int64_t at = o_at + c * o.stride[3];
+        float x2 = load(o2, o2_at + c * o2.stride[3]);
+        store(o, at, w == 0 ? x2 : (float)((w * load(o, at) + w2 * x2) / (w + w2)));
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        store(lse, lse_at, (float)(m + log(w + w2)));
+}
+
+/* ---- The sink's gradient ---------------------------------------------------------------------------------------- */
+
+/* d_sink = -sum over batch and rows of exp(sink - lse) delta. One block for each head. */
+__global__ void __launch_bounds__(256) sink_gradient(const __grid_constant__ args a)
+{
+    __shared__ double sums[256];
+    const int h = blockIdx.x;
+    const float sink = load(a.sink, row_at(a.sink, 0, h, 0));
+    double sum = 0;
+    for (int b = 0; b < a.B; b++) {
+        const span s = span_of(a, b);
+        for (int i = threadIdx.x; i < s.rows; i += 256) {
+            float lse = load(a.lse, row_at(a.lse, s.q_batch, h, s.q_row + i));
+            if (lse != -CUDART_INF_F)
+                sum -= exp(fmin((double)sink - lse, 0.0)) * load(a.delta, row_at(a.delta, s.q_batch, h, s.q_row + i));
+        }
+    }
+    sums[threadIdx.x] = sum;
+    for (int half = 128; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half)
+            sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0)
+        store(a.d_sink, row_at(a.d_sink, 0, h, 0), (float)sums[0]);
+}
+
+heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x)
+{
+    return a.d_sink.data ? launch(sink_gradient, a.Hq, 256, 0, x, a) : HEED_OK;
+}
+
+/* ---- Fill ------------------------------------------------------------------------------------------------------- */
+
+__global__ void fill(const __grid_constant__ view t, rows_shape n, float value)
+{
+    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < n.count; row += (int64_t)gridDim.x * WARPS) {
+        int64_t at = numbered_row(t, n, row);
+        for (int c = threadIdx.x % 32; c < n.width; c += 32)
+            store(t, at + c * t.stride[3], value);
+    }
+}
+
+heed_status heed_cuda_fill(const view &t, const int64_t shape[4], float value, const heed_exec *x)
+{
+    if (!t.data)
+        return HEED_OK;
+    rows_shape n = { shape[1], shape[2], shape[0] * shape[1] * shape[2], (int)shape[3] };
+    return launch(fill, HEED_MIN(tiles_of(n.count, WARPS), 16384), 32 * WARPS, 0, x, t, n, value);
+}
+
+/* ---- Before a backward ------------------------------------------------------------------------------------------ */
+
+size_t heed_cuda_delta_bytes(const heed_problem *p)
+{
+    const int64_t *shape = p->a.q.shape;
+    return p->g.delta.data ? 0 : (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float);
+}
+
+heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x)
+{
+    heed_status status = HEED_OK;
+    if (!a->delta.data) {
+        const int64_t *shape = p->g.d_o.shape;
+        a->delta.data = (char *)x->workspace;
+        a->delta.dtype = HEED_F32;
+        a->delta.stride[0] = shape[1] * shape[2];
+        a->delta.stride[1] = shape[2];
+        a->delta.stride[2] = 1;
+        a->delta.stride[3] = 1;
+        status = launch_delta(a->o, a->d_o, a->d_lse, a->delta, shape, x);
+    }
+    if (a->accumulate)
+        return status;
+    if (!status && (a->lengths_q || a->offsets_q))
+        status = heed_cuda_fill(a->d_q, p->g.d_q.shape, 0.0f, x);
+    if (a->lengths_k || a->offsets_k || a->col_step != 1 || a->col) { /* padding, and keys off the stride */
+        if (!status)
+            status = heed_cuda_fill(a->d_k, p->g.d_k.shape, 0.0f, x);
+        if (!status)
+            status = heed_cuda_fill(a->d_v, p->g.d_v.shape, 0.0f, x);
+    }
+    return status;
+}
+
+/* ---- heed_merge and heed_delta ---------------------------------------------------------------------------------- */
+
+static view plain_view(const heed_tensor &t)
+{
+    view v = {};
+    v.data = (char *)t.data;
+    v.dtype = t.dtype;
+    for (int d = 0; d < 4; d++)
+        v.stride[d] = t.stride[d];
+    return v;
+}
+
+heed_status heed_merge_cuda(const heed_tensor tensors[4], const heed_exec *x)
+{
+    on_device device(x->device);
+    const int64_t *shape = tensors[0].shape;
+    rows_shape n = { shape[1], shape[2], shape[0] * shape[1] * shape[2], (int)shape[3] };
+    return device.status ? device.status
+                         : launch(merge_rows, tiles_of(n.count, WARPS), 32 * WARPS, 0, x, plain_view(tensors[0]),
+                                  plain_view(tensors[1]), plain_view(tensors[2]), plain_view(tensors[3]), n);
+}
+
+heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x)
+{
+    on_device device(x->device);
+    return device.status ? device.status
+                         : launch_delta(plain_view(tensors[0]), plain_view(tensors[1]), plain_view(tensors[2]),
+                                        plain_view(tensors[3]), tensors[0].shape, x);
+}

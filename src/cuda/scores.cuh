@@ -1,0 +1,191 @@
+/* From q.k to S and P: softcap, bias, ALiBi, mask, band and dropout, for a thread's share of a tile in any layout.
+ *
+ * A tile type T tells where its elements stand. Seen from here it is T::R queries times T::C keys, whichever of the
+ * two the kernel calls rows:
+ *     float &at(r, c)     the element
+ *     int row(r)          the query's number in its sequence
+ *     int key(c)          the key's number n among those that the sequence can see: key(0) + T::apart(c)
+ *     int low(r), high(r) the keys [low, high) that the band lets the query see
+ * Each feature is one pass over the tile behind one uniform branch, so that its loads are in flight together. */
+#ifndef HEED_CUDA_SCORES_CUH
+#define HEED_CUDA_SCORES_CUH
+
+#include "problem.cuh"
+
+/* One head of one sequence. */
+struct head {
+    int h, hk;
+    int64_t mask, bias; /* where its mask and bias begin */
+    float slope;        /* ALiBi */
+};
+
+__device__ inline head head_of(const args &a, const span &s, int h)
+{
+    head x;
+    x.h = h;
+    x.hk = h / a.G;
+    x.mask = row_at(a.mask, s.b, h, 0);
+    x.bias = row_at(a.bias, s.b, h, 0);
+    x.slope = a.alibi.data ? load(a.alibi, row_at(a.alibi, s.b, h, 0)) : 0.0f;
+    return x;
+}
+
+template <class T> __device__ inline void hide_outside_band(T &t)
+{
+#pragma unroll
+    for (int r = 0; r < T::R; r++)
+#pragma unroll
+        for (int c = 0; c < T::C; c++)
+            if (t.key(c) < t.low(r) || t.key(c) >= t.high(r))
+                t.at(r, c) = -CUDART_INF_F;
+}
+
+template <class T> __device__ inline bool exists(const T &t, const span &s, int r, int c)
+{
+    return t.row(r) < s.rows && t.key(c) < s.keys;
+}
+
+/* Where element (query r, key 0) of a mask or bias that begins at `first` lies. The keys follow apart(c) steps later:
+ * the same distance for all threads, so that it takes no registers of theirs. */
+template <class T> __device__ inline int64_t first_element(const T &t, int r, const args &a, const view &m, int64_t first)
+{
+    return first + t.row(r) * m.stride[2] + (a.col + t.key(0) * a.col_step) * m.stride[3];
+}
+
+template <class T> __device__ inline void add_bias(T &t, const args &a, const span &s, const head &x)
+{
+    const int64_t step = a.col_step * a.bias.stride[3];
+#pragma unroll
+    for (int r = 0; r < T::R; r++) {
+        const int64_t at = first_element(t, r, a, a.bias, x.bias);
+#pragma unroll
+        for (int c = 0; c < T::C; c++)
+            t.at(r, c) += exists(t, s, r, c) ? load(a.bias, at + T::apart(c) * step) : 0.0f;
+    }
+}
+
+template <class T> __device__ inline void apply_mask(T &t, const args &a, const span &s, const head &x)
+{
+    const int64_t step = a.col_step * a.mask.stride[3];
+#pragma unroll
+    for (int r = 0; r < T::R; r++) {
+        const int64_t at = first_element(t, r, a, a.mask, x.mask);
+#pragma unroll
+        for (int c = 0; c < T::C; c++)
+            if (exists(t, s, r, c) && !a.mask.data[at + T::apart(c) * step])
+                t.at(r, c) = -CUDART_INF_F;
+    }
+}
+
+template <class T> __device__ inline void add_alibi(T &t, const span &s, const head &x)
+{
+#pragma unroll
+    for (int r = 0; r < T::R; r++) {
+        int64_t p = s.p0 + t.row(r) * s.p_step - s.r0;
+#pragma unroll
+        for (int c = 0; c < T::C; c++)
+            t.at(r, c) -= x.slope * fabsf((float)(p - t.key(c) * s.r_step));
+    }
+}
+
+/* S from scale * q.k without a softcap, or from the softcap's result. */
+template <class T> __device__ inline void finish_scores(T &t, const args &a, const span &s, const head &x, bool whole)
+{
+    if (a.bias.data)
+        add_bias(t, a, s, x);
+    if (a.alibi.data)
+        add_alibi(t, s, x);
+    if (a.mask.data)
+        apply_mask(t, a, s, x);
+    if (!whole)
+        hide_outside_band(t);
+}
+
+/* S from q.k, in place. whole: the band hides nothing in this tile. */
+template <class T> __device__ inline void score(T &t, const args &a, const span &s, const head &x, bool whole)
+{
+#pragma unroll
+    for (int r = 0; r < T::R; r++)
+#pragma unroll
+        for (int c = 0; c < T::C; c++)
+            t.at(r, c) *= a.scale;
+    if (a.softcap > 0) {
+        float inverse = 1.0f / a.softcap;
+#pragma unroll
+        for (int r = 0; r < T::R; r++)
+#pragma unroll
+            for (int c = 0; c < T::C; c++)
+                t.at(r, c) = a.softcap * tanhf(t.at(r, c) * inverse);
+    }
+    finish_scores(t, a, s, x, whole);
+}
+
+/* The same, and dS/d(q.k): scale, times the softcap's slope where there is one. */
+template <class T>
+__device__ inline void score_with_slope(T &t, float (&slope)[T::R][T::C], const args &a, const span &s, const head &x,
+                                        bool whole)
+{
+#pragma unroll
+    for (int r = 0; r < T::R; r++)
+#pragma unroll
+        for (int c = 0; c < T::C; c++) {
+            t.at(r, c) *= a.scale;
+            slope[r][c] = a.scale;
+        }
+    if (a.softcap > 0) {
+        float inverse = 1.0f / a.softcap;
+#pragma unroll
+        for (int r = 0; r < T::R; r++)
+#pragma unroll
+            for (int c = 0; c < T::C; c++) {
+                float u = tanhf(t.at(r, c) * inverse);
+                t.at(r, c) = a.softcap * u;
+                slope[r][c] *= 1.0f - u * u;
+            }
+    }
+    finish_scores(t, a, s, x, whole);
+}
+
+/* ---- Dropout ---------------------------------------------------------------------------------------------------- */
+
+__device__ inline uint64_t seed_of(const args &a) { return a.seed + (a.seed_at ? *a.seed_at : 0); }
+
+/* heed_philox() of internal.h, for eight key positions of one row at once. */
+__device__ inline uint4 philox(uint64_t seed, uint4 c)
+{
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 7; round++) {
+        uint32_t low0 = 0xD2511F53u * c.x, low1 = 0xCD9E8D57u * c.z;
+        uint32_t high0 = __umulhi(0xD2511F53u, c.x), high1 = __umulhi(0xCD9E8D57u, c.z);
+        c = make_uint4(high1 ^ c.y ^ k0, low1, high0 ^ c.w ^ k1, low0);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c;
+}
+
+/* Bit c is set where P of query r and key c is kept. The loop stays a loop: unrolled it would be a Philox a key. */
+template <class T>
+__device__ inline uint32_t draw(const T &t, int r, const args &a, const span &s, const head &x, uint64_t seed)
+{
+    static_assert(T::C <= 32, "one word for the keys of a row");
+    uint32_t p = (uint32_t)(uint64_t)(s.p0 + t.row(r) * s.p_step), kept = 0;
+    int64_t group = INT64_MIN;
+    uint4 bits = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int c = 0; c < T::C; c++) {
+        int64_t position = s.r0 + t.key(c) * s.r_step;
+        if (position >> 3 != group) {
+            group = position >> 3;
+            bits = philox(seed, make_uint4((uint32_t)(uint64_t)group, p, x.h, s.b));
+        }
+        int lane = (int)(position & 7);
+        uint32_t word = lane & 4 ? (lane & 2 ? bits.w : bits.z) : (lane & 2 ? bits.y : bits.x);
+        if ((word >> (16 * (lane & 1)) & 0xFFFFu) >= a.drop_below)
+            kept |= 1u << c;
+    }
+    return kept;
+}
+
+#endif

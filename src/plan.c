@@ -1,0 +1,202 @@
+/* The planner: the first row of kernels.def that can take the problem on the device. Pure: it knows a device only as
+ * numbers, so it plans as well for one that is not here, and every call with the same numbers gets the same answer. */
+#include "internal.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- The table -------------------------------------------------------------------------------------------------- */
+
+#define TYPE_f32 HEED_F32
+#define TYPE_f16 HEED_F16
+#define TYPE_bf16 HEED_BF16
+#define TYPE_f64 HEED_F64
+
+/* clang-format off */
+#define ROW(way, WAY, on, least, type, family, suffix)                                                                 \
+    { .name = #way "_" family "_" #type, .pass = WAY, .backend = on, .dtype = TYPE_##type, .isa_or_arch = least,       \
+      .max_head_dim = HEED_MAX_HEAD_DIM, .uses = HEED_USES_ALL, .workspace = heed_##way##_workspace_##suffix,          \
+      .launch = heed_##way##_##suffix },
+#define ROWS(...) ROW(forward, HEED_FORWARD, __VA_ARGS__) ROW(backward, HEED_BACKWARD, __VA_ARGS__)
+/* clang-format on */
+
+#define CPU_plain(type) ROWS(HEED_CPU, HEED_ISA_PLAIN, type, "cpu_plain", plain)
+#ifdef HEED_X86
+#define CPU_avx2(type) ROWS(HEED_CPU, HEED_ISA_AVX2, type, "cpu_avx2", avx2)
+#define CPU_avx512(type) ROWS(HEED_CPU, HEED_ISA_AVX512, type, "cpu_avx512", avx512)
+#define CPU_avx512bf16(type) ROWS(HEED_CPU, HEED_ISA_AVX512BF16, type, "cpu_avx512bf16", avx512bf16)
+#else
+#define CPU_avx2(type)
+#define CPU_avx512(type)
+#define CPU_avx512bf16(type)
+#endif
+
+const heed_kernel heed_kernels[] = {
+#define CPU(isa, type) CPU_##isa(type)
+#define REFERENCE(type) ROWS(HEED_REFERENCE, 0, type, "reference", reference)
+#include "kernels.def"
+};
+const int heed_kernel_total = (int)(sizeof heed_kernels / sizeof *heed_kernels);
+
+/* ---- Words ------------------------------------------------------------------------------------------------------ */
+
+static const char *const pass_names[] = { "forward", "backward" };
+static const char *const backend_names[] = { "CPU", "CUDA", "reference" };
+static const char *const use_names[] = { "causal or window", "key stride",  "mask",          "bias",
+                                         "softcap",          "ALiBi",       "sink",          "dropout",
+                                         "ragged lengths",   "paged cache", "unaligned rows" };
+
+__attribute__((format(printf, 2, 3))) static void say(heed_text *text, const char *format, ...)
+{
+    if (!text || text->length + 1 >= text->size)
+        return;
+    size_t room = text->size - text->length;
+    va_list arguments;
+    va_start(arguments, format);
+    int written = vsnprintf(text->data + text->length, room, format, arguments);
+    va_end(arguments);
+    text->length += written < 0 ? 0 : HEED_MIN((size_t)written, room - 1);
+}
+
+/* ---- What fits -------------------------------------------------------------------------------------------------- */
+
+static unsigned uses_of(const heed_problem *p)
+{
+    const heed_attention *a = &p->a;
+    unsigned uses = 0;
+    uses |= p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED ? HEED_USES_BAND : 0;
+    uses |= a->key_stride > 1 ? HEED_USES_STRIDE : 0;
+    uses |= a->mask.data ? HEED_USES_MASK : 0;
+    uses |= a->bias.data ? HEED_USES_BIAS : 0;
+    uses |= a->softcap > 0 ? HEED_USES_SOFTCAP : 0;
+    uses |= a->alibi.data ? HEED_USES_ALIBI : 0;
+    uses |= a->sink.data ? HEED_USES_SINK : 0;
+    uses |= p->drop_below ? HEED_USES_DROPOUT : 0;
+    uses |= a->lengths_q || a->lengths_k || a->offsets_q || a->offsets_k ? HEED_USES_LENGTHS : 0;
+    uses |= p->page ? HEED_USES_PAGES : 0;
+    uses |= !p->aligned ? HEED_USES_UNALIGNED : 0;
+    return uses;
+}
+
+/* Rows of another pass, backend or type are no candidates. */
+static int is_candidate(const heed_kernel *k, const heed_problem *p, const heed_device *d)
+{
+    return k->pass == p->pass && k->backend == d->backend && k->dtype == p->a.q.dtype;
+}
+
+/* Whether a candidate can take the problem; if not, why. */
+static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *d, char *why, size_t size)
+{
+    int64_t head_dim = HEED_MAX(p->D, p->Dv);
+    unsigned lacks = uses_of(p) & ~k->uses;
+    if (k->backend == HEED_CPU && (int)d->isa < k->isa_or_arch)
+        snprintf(why, size, "needs %s, this device has %s", heed_isa_name((heed_isa)k->isa_or_arch),
+                 heed_isa_name(d->isa));
+    else if (k->backend == HEED_CUDA && d->arch < k->isa_or_arch)
+        snprintf(why, size, "needs sm_%d, this device is sm_%d", k->isa_or_arch, d->arch);
+    else if (head_dim > k->max_head_dim)
+        snprintf(why, size, "takes head_dim up to %d, this is %" PRId64, k->max_head_dim, head_dim);
+    else if (lacks)
+        snprintf(why, size, "does not take: %s", use_names[__builtin_ctz(lacks)]);
+    else
+        return 1;
+    return 0;
+}
+
+static const heed_kernel *named(const char *name)
+{
+    for (int i = 0; i < heed_kernel_total; i++)
+        if (!strcmp(heed_kernels[i].name, name))
+            return &heed_kernels[i];
+    return NULL;
+}
+
+/* ---- Threads ---------------------------------------------------------------------------------------------------- */
+
+/* Below this, waking a team and waiting for it costs more than it saves. */
+#define SMALL_MICROSECONDS 50
+/* What one thread may be expected to compute in a microsecond, in FLOP: half of what a current core reaches. */
+#define FLOP_PER_MICROSECOND 50e3
+
+/* All or one, never some number in between: an OpenMP runtime that sees teams of changing size ends and starts
+ * threads from call to call, which costs more than a thread too many. */
+int heed_threads_for(const heed_device *d, double microseconds)
+{
+    return microseconds < SMALL_MICROSECONDS ? 1 : HEED_MAX(d->threads, 1);
+}
+
+static double microseconds_of(const heed_problem *p)
+{
+    double visible = (double)p->Sk;
+    if (p->left != HEED_UNBOUNDED && p->right != HEED_UNBOUNDED)
+        visible = HEED_MIN(visible, (double)p->left + (double)p->right + 1);
+    else if (p->right == 0)
+        visible /= 2;
+    double pairs = (double)p->B * (double)p->Hq * (double)p->Sq * visible / (double)p->a.key_stride;
+    double flop = 2 * pairs * (double)(p->D + p->Dv);
+    return flop * (p->pass == HEED_BACKWARD ? 2.5 : 1) / FLOP_PER_MICROSECOND;
+}
+
+static int threads_of(const heed_problem *p, const heed_device *d)
+{
+    return d->backend == HEED_CPU ? heed_threads_for(d, microseconds_of(p)) : 1;
+}
+
+/* ---- The choice ------------------------------------------------------------------------------------------------- */
+
+static heed_status take(const heed_kernel *k, const heed_problem *p, const heed_device *d, heed_plan *plan,
+                        heed_text *why)
+{
+    *plan = (heed_plan){ .kernel = k, .device = *d, .threads = threads_of(p, d) };
+    plan->workspace_bytes = k->workspace(p, plan);
+    if (d->backend == HEED_CUDA)
+        say(why, "%s: taken, %zu bytes of workspace\n", k->name, plan->workspace_bytes);
+    else
+        say(why, "%s: taken, %d thread%s, %zu bytes of workspace\n", k->name, plan->threads,
+            plan->threads == 1 ? "" : "s", plan->workspace_bytes);
+    return HEED_OK;
+}
+
+static heed_status take_forced(const char *forced, const heed_problem *p, const heed_device *d, heed_plan *plan,
+                               heed_text *why)
+{
+    const heed_kernel *k = named(forced);
+    char reason[128];
+    if (!k)
+        return heed_fail(HEED_BAD_ARGUMENT, "kernel: there is no %.64s; `heed info` lists those there are", forced);
+    if (is_candidate(k, p, d) && fits(k, p, d, reason, sizeof reason))
+        return take(k, p, d, plan, why);
+    if (!is_candidate(k, p, d))
+        snprintf(reason, sizeof reason, "is for the %s in %s on the %s, this is the %s in %s on the %s",
+                 pass_names[k->pass], heed_dtype_name(k->dtype), backend_names[k->backend], pass_names[p->pass],
+                 heed_dtype_name(p->a.q.dtype), backend_names[d->backend]);
+    say(why, "%s: forced, but it %s\n", k->name, reason);
+    return heed_fail(HEED_UNSUPPORTED, "kernel: %s %s", k->name, reason);
+}
+
+heed_status heed_choose(const heed_problem *p, const heed_device *d, const char *forced, heed_plan *plan,
+                        heed_text *why)
+{
+    char reason[128];
+    int candidates = 0;
+    if (forced)
+        return take_forced(forced, p, d, plan, why);
+    for (int i = 0; i < heed_kernel_total; i++) {
+        const heed_kernel *k = &heed_kernels[i];
+        if (!is_candidate(k, p, d))
+            continue;
+        if (fits(k, p, d, reason, sizeof reason))
+            return take(k, p, d, plan, why);
+        say(why, "%s: passed over: %s\n", k->name, reason);
+        candidates++;
+    }
+    const char *pass = pass_names[p->pass], *type = heed_dtype_name(p->a.q.dtype);
+    if (candidates)
+        return heed_fail(HEED_UNSUPPORTED, "no %s kernel for %s takes this problem on %s; the last of %d %s", pass,
+                         type, d->name, candidates, reason);
+    say(why, "no row of the table is for the %s in %s on the %s\n", pass, type, backend_names[d->backend]);
+    return heed_fail(HEED_UNSUPPORTED, "this build of heed has no %s kernel for %s on the %s backend (%s)", pass, type,
+                     backend_names[d->backend], d->name);
+}

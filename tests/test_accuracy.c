@@ -1,0 +1,95 @@
+/* spec: "Error against the fp64 reference, max and RMS, at most that of the plain computation in the same type (matmul,
+ * softmax, matmul) for o; at most twice for gradients. fp32 means fp32." */
+#include "harness.h"
+
+/* The fp64 row is left out: naive fp64 has no error worth the name, and lse, which backward reads, is fp32. */
+static void expect_accurate(heed_pass pass, case_shape shape, int causal, double sigma)
+{
+    for_each_kernel(pass, kernel) {
+        if (kernel.dtype == HEED_F64)
+            continue;
+        test_case c = case_new(&kernel, shape);
+        c.a.causal = causal;
+        fill_normal(&c.a.q, sigma);
+        case_forward(&c);
+        if (pass == HEED_BACKWARD)
+            case_backward(&c);
+        expect_as_accurate_as_naive(&c, pass);
+        case_free(&c);
+    }
+}
+
+#define DENSE_SHAPE (case_shape){ .Hq = 2, .Sq = 160, .D = 64 }
+#define LONG_SHAPE (case_shape){ .Hq = 2, .Hk = 1, .Sq = 24, .Sk = 1100, .D = 80, .Dv = 48 }
+
+TEST(o_is_as_accurate_as_the_naive_computation) { expect_accurate(HEED_FORWARD, DENSE_SHAPE, 0, 1); }
+
+TEST(causal_o_is_as_accurate_as_the_naive_computation) { expect_accurate(HEED_FORWARD, DENSE_SHAPE, 1, 1); }
+
+TEST(o_of_sharp_rows_is_as_accurate_as_the_naive_computation) { expect_accurate(HEED_FORWARD, DENSE_SHAPE, 0, 5); }
+
+TEST(o_of_flat_rows_is_as_accurate_as_the_naive_computation) { expect_accurate(HEED_FORWARD, DENSE_SHAPE, 0, 0.05); }
+
+TEST(o_over_many_keys_is_as_accurate_as_the_naive_computation) { expect_accurate(HEED_FORWARD, LONG_SHAPE, 0, 1); }
+
+TEST(gradients_are_within_twice_the_error_of_naive_ones) { expect_accurate(HEED_BACKWARD, DENSE_SHAPE, 0, 1); }
+
+TEST(causal_gradients_are_within_twice_the_error_of_naive_ones) { expect_accurate(HEED_BACKWARD, DENSE_SHAPE, 1, 1); }
+
+TEST(gradients_over_many_keys_are_within_twice_the_error_of_naive_ones)
+{
+    expect_accurate(HEED_BACKWARD, LONG_SHAPE, 0, 1);
+}
+
+/* heed.h: "o ... q's dtype, or fp32": an fp32 o of 16-bit inputs is not a rounded one. */
+TEST(an_fp32_o_has_more_than_16_bits)
+{
+    for_each_kernel(HEED_FORWARD, kernel) {
+        test_case c = case_new(&kernel, (case_shape){ .Sq = 40, .D = 32, .fp32_results = 1 });
+        case_forward(&c);
+        int more = 0;
+        for (int64_t i = 0; i < 40 && c.a.o.dtype == HEED_F32; i++) {
+            float x = (float)get(&c.a.o, 0, 0, i, 0);
+            more += heed_bf16_to_f32(heed_f32_to_bf16(x)) != x && heed_f16_to_f32(heed_f32_to_f16(x)) != x;
+        }
+        assert_true(more >= 36 || c.a.o.dtype == HEED_F64);
+        case_free(&c);
+    }
+}
+
+/* heed.h: "fp32 inputs are multiplied with fp32 accuracy": 1 + 2^-20 is no number of tf32 or bf16. */
+TEST(fp32_means_fp32)
+{
+    for_each_kernel(HEED_FORWARD, kernel) {
+        if (kernel.dtype != HEED_F32)
+            continue;
+        test_case c = case_new(&kernel, (case_shape){ .Sq = 1, .Sk = 2, .D = 1 });
+        c.a.scale = 1;
+        set(&c.a.q, 0, 0, 0, 0, 1024);
+        set(&c.a.k, 0, 0, 0, 0, 1);
+        set(&c.a.k, 0, 0, 1, 0, 1 + 0x1p-10 + 0x1p-20);
+        set(&c.a.v, 0, 0, 0, 0, 0);
+        set(&c.a.v, 0, 0, 1, 0, 1 + 0x1p-20);
+        case_forward(&c);
+        double P = 1 / (1 + exp(-1 - 0x1p-10));
+        assert_true(fabs(get(&c.a.o, 0, 0, 0, 0) - P * (1 + 0x1p-20)) < 2e-7);
+        case_free(&c);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(o_is_as_accurate_as_the_naive_computation),
+        cmocka_unit_test(causal_o_is_as_accurate_as_the_naive_computation),
+        cmocka_unit_test(o_of_sharp_rows_is_as_accurate_as_the_naive_computation),
+        cmocka_unit_test(o_of_flat_rows_is_as_accurate_as_the_naive_computation),
+        cmocka_unit_test(o_over_many_keys_is_as_accurate_as_the_naive_computation),
+        cmocka_unit_test(gradients_are_within_twice_the_error_of_naive_ones),
+        cmocka_unit_test(causal_gradients_are_within_twice_the_error_of_naive_ones),
+        cmocka_unit_test(gradients_over_many_keys_are_within_twice_the_error_of_naive_ones),
+        cmocka_unit_test(an_fp32_o_has_more_than_16_bits),
+        cmocka_unit_test(fp32_means_fp32),
+    };
+    return RUN_TESTS(tests);
+}

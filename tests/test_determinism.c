@@ -1,0 +1,180 @@
+/* heed.h: "The same inputs give the same bits, whatever the number of threads, and the result for one (batch, head)
+ * does not depend on the rest of the batch." */
+#include "harness.h"
+
+/* Fresh outputs for the case, which keeps the old ones alive; returns those. */
+static void renew(test_case *c, heed_tensor old[OUTPUTS])
+{
+    for (int which = 0; which < OUTPUTS; which++) {
+        heed_tensor *t = output_of(c, which);
+        old[which] = *t;
+        if (t->data)
+            *t = case_tensor(c, t->dtype, t->shape, NULL);
+    }
+}
+
+static void run(test_case *c)
+{
+    case_forward(c);
+    if (c->kernel.backward)
+        case_backward(c);
+}
+
+static void expect_same_results(test_case *c, const heed_tensor old[OUTPUTS], const char *when)
+{
+    for (int which = 0; which < (c->kernel.backward ? OUTPUTS : OUT_DQ); which++)
+        if (old[which].data)
+            expect_same_bits(c, when, &old[which], output_of(c, which));
+}
+
+static void expect_deterministic(case_shape shape, void (*change)(test_case *))
+{
+    static const int threads[] = { 1, 1, 2, 3, 5, 0 };
+    for_each_kernel(EITHER_PASS, kernel) {
+        if (kernel.backend == HEED_REFERENCE)
+            continue;
+        test_case c = case_new(&kernel, shape);
+        heed_tensor first[OUTPUTS];
+        change(&c);
+        c.x.threads = 1;
+        run(&c);
+        renew(&c, first);
+        for (int n = 0; n < COUNT(threads); n++) {
+            int owned = c.buffer_count;
+            heed_tensor ignored[OUTPUTS];
+            c.x.threads = threads[n];
+            renew(&c, ignored);
+            run(&c);
+            expect_same_results(&c, first, "same bits for any number of threads");
+            for (int which = 0; which < OUTPUTS; which++)
+                *output_of(&c, which) = ignored[which];
+            free_since(&c, owned);
+        }
+        case_free(&c);
+    }
+}
+
+static void nothing(test_case *c) { (void)c; }
+
+static void causal(test_case *c) { c->a.causal = 1; }
+
+static void bias_and_sink(test_case *c)
+{
+    case_bias(c, c->kernel.dtype, 1, 1, case_rows(c), case_keys(c)); /* d_bias sums over batch and heads */
+    case_sink(c);
+    case_d_lse(c);
+    c->a.windowed = 1;
+    c->a.window_left = 100, c->a.window_right = 30;
+    c->a.dropout = 0.1f;
+}
+
+TEST(threads_do_not_change_a_bit)
+{
+    expect_deterministic((case_shape){ .B = 2, .Hq = 3, .Sq = 150, .Sk = 210, .D = 64 }, nothing);
+}
+
+TEST(threads_do_not_change_a_bit_of_one_long_head)
+{
+    expect_deterministic((case_shape){ .Hq = 1, .Sq = 700, .D = 32 }, causal);
+}
+
+TEST(threads_do_not_change_a_bit_of_shared_key_heads)
+{
+    expect_deterministic((case_shape){ .B = 1, .Hq = 8, .Hk = 2, .Sq = 100, .Sk = 300, .D = 40, .Dv = 24 }, causal);
+}
+
+TEST(threads_do_not_change_a_bit_of_summed_gradients)
+{
+    expect_deterministic((case_shape){ .B = 3, .Hq = 4, .Hk = 2, .Sq = 90, .Sk = 120, .D = 32 }, bias_and_sink);
+}
+
+TEST(threads_do_not_change_a_bit_of_one_query_over_a_long_cache)
+{
+    expect_deterministic((case_shape){ .B = 1, .Hq = 8, .Hk = 2, .Sq = 1, .Sk = 9000, .D = 64 }, nothing);
+}
+
+TEST(threads_do_not_change_a_bit_of_merge_and_delta)
+{
+    const heed_kernel_info fp32 = { .name = "forward_reference_f32", .backend = HEED_REFERENCE };
+    const int64_t shape[4] = { 2, 4, 300, 64 }, row[4] = { 2, 4, 300, 1 };
+    test_case c = case_new(&fp32, (case_shape){ .B = 2, .Hq = 4, .Sq = 300, .D = 64 });
+    heed_tensor o[2], lse[2], delta[2], lse2 = case_tensor(&c, HEED_F32, row, NULL);
+    fill_normal(&c.a.lse, 3);
+    fill_normal(&lse2, 3);
+    for (int n = 0; n < 2; n++) {
+        heed_exec x = { .threads = n ? 5 : 1 };
+        o[n] = case_tensor(&c, HEED_F32, shape, NULL);
+        lse[n] = case_tensor(&c, HEED_F32, row, NULL);
+        delta[n] = case_tensor(&c, HEED_F32, row, NULL);
+        memcpy(o[n].data, c.a.v.data, (size_t)elements(&c.a.v) * sizeof(float));
+        memcpy(lse[n].data, c.a.lse.data, (size_t)elements(&c.a.lse) * sizeof(float));
+        assert_int_equal(heed_merge(&o[n], &lse[n], &c.a.k, &lse2, &x), HEED_OK);
+        assert_int_equal(heed_delta(&o[n], &c.g.d_o, NULL, &delta[n], &x), HEED_OK);
+    }
+    expect_same_bits(&c, "merged o", &o[0], &o[1]);
+    expect_same_bits(&c, "merged lse", &lse[0], &lse[1]);
+    expect_same_bits(&c, "delta", &delta[0], &delta[1]);
+    case_free(&c);
+}
+
+/* One sequence and one group of heads by themselves have the bits that they have in the batch. */
+TEST(a_batch_is_its_members)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, (case_shape){ .B = 3, .Hq = 4, .Hk = 2, .Sq = 75, .Sk = 130, .D = 40 });
+        heed_tensor *parts[] = { &c.a.q, &c.a.k, &c.a.v, &c.g.d_o, &c.a.o, &c.a.lse, &c.g.d_q, &c.g.d_k, &c.g.d_v };
+        c.a.causal = 1;
+        run(&c);
+        test_case one = c;
+        heed_tensor whole[OUTPUTS];
+        renew(&c, whole);
+        one.a = c.a, one.g = c.g;
+        heed_tensor *single[] = { &one.a.q, &one.a.k, &one.a.v, &one.g.d_o, &one.a.o, &one.a.lse, &one.g.d_q,
+                                  &one.g.d_k, &one.g.d_v };
+        for (int n = 0; n < COUNT(parts); n++)
+            *single[n] = slice(slice(*parts[n], 0, 1, 1, 1), 1, parts[n]->shape[1] / 2, 1, parts[n]->shape[1] / 2);
+        run(&one);
+        for (int which = 0; which < (kernel.backward ? OUT_DBIAS : OUT_DQ); which++) {
+            int64_t half = whole[which].shape[1] / 2;
+            heed_tensor member = slice(slice(whole[which], 0, 1, 1, 1), 1, half, 1, half);
+            expect_same_bits(&c, "a sequence of the batch", &member, output_of(&one, which));
+        }
+        case_free(&c);
+    }
+}
+
+/* The same for a member of a ragged batch, whatever lies beside it. */
+TEST(a_ragged_batch_is_its_members)
+{
+    static const int32_t rows[] = { 50, 33, 3 }, keys[] = { 20, 70, 90 };
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, (case_shape){ .B = 3, .Hq = 2, .D = 24, .form = RAGGED, .rows_of = rows, .keys_of = keys });
+        run(&c);
+        test_case one = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 33, .Sk = 70, .D = 24 });
+        one.a.q = slice(c.a.q, 2, 50, 1, 33), one.g.d_o = slice(c.g.d_o, 2, 50, 1, 33);
+        one.a.k = slice(c.a.k, 2, 20, 1, 70), one.a.v = slice(c.a.v, 2, 20, 1, 70);
+        run(&one);
+        for (int which = 0; which < (kernel.backward ? OUT_DBIAS : OUT_DQ); which++) {
+            int of_keys = which == OUT_DK || which == OUT_DV;
+            heed_tensor member = slice(*output_of(&c, which), 2, of_keys ? 20 : 50, 1, of_keys ? 70 : 33);
+            expect_same_bits(&c, "a sequence of the batch", &member, output_of(&one, which));
+        }
+        case_free(&one);
+        case_free(&c);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(threads_do_not_change_a_bit),
+        cmocka_unit_test(threads_do_not_change_a_bit_of_one_long_head),
+        cmocka_unit_test(threads_do_not_change_a_bit_of_shared_key_heads),
+        cmocka_unit_test(threads_do_not_change_a_bit_of_summed_gradients),
+        cmocka_unit_test(threads_do_not_change_a_bit_of_one_query_over_a_long_cache),
+        cmocka_unit_test(threads_do_not_change_a_bit_of_merge_and_delta),
+        cmocka_unit_test(a_batch_is_its_members),
+        cmocka_unit_test(a_ragged_batch_is_its_members),
+    };
+    return RUN_TESTS(tests);
+}

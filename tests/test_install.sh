@@ -1,0 +1,50 @@
+#!/bin/sh
+# Installs the build in $1 to a scratch folder, moves it, and uses it as a stranger would: through find_package,
+# through pkg-config, and as a program. Source folder: $2. Scratch folder: $3.
+set -eu
+build=$1 source=$2 scratch=$3
+
+rm -rf "$scratch"
+mkdir -p "$scratch"
+cmake --install "$build" --prefix "$scratch/first" >"$scratch/install.log"
+mv "$scratch/first" "$scratch/moved" # nothing installed may remember where it was
+prefix=$scratch/moved
+
+expect() { # expect <what> <wanted> <got>
+    [ "$2" = "$3" ] || { printf '%s: wanted "%s", got "%s"\n' "$1" "$2" "$3" >&2; exit 1; }
+}
+
+for file in include/heed.h bin/heed share/man/man1/heed.1; do
+    [ -s "$prefix/$file" ] || { echo "$file was not installed" >&2; exit 1; }
+done
+expect "installed headers" "heed.h" "$(ls "$prefix/include")"
+
+lib=$(dirname "$(find "$prefix" -name libheed.so)")
+version=$(sed -n 's/^#define HEED_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' "$prefix/include/heed.h" | paste -sd.)
+expect soname "libheed.so.${version%%.*}" "$(objdump -p "$lib/libheed.so" | awk '$1 == "SONAME" { print $2 }')"
+
+# The header and the symbol map name the same calls, and the library exports exactly those.
+declared=$(sed -n 's/^HEED_API .*[ *]\(heed_[a-z_]*\)(.*/\1/p' "$prefix/include/heed.h" | sort)
+exported=$(nm -D --defined-only "$lib/libheed.so" | awk '$2 == "T" { sub(/@.*/, "", $3); print $3 }' | sort)
+expect "exported symbols" "$declared" "$exported"
+if objdump -p "$lib/libheed.so" | grep -q 'NEEDED.*libstdc++'; then
+    echo "the library needs the C++ runtime" >&2
+    exit 1
+fi
+bytes=$(wc -c <"$lib/libheed.so")
+[ "$bytes" -lt 2000000 ] || { echo "the library has $bytes bytes; it must stay below 2 MB" >&2; exit 1; }
+
+cmake -G Ninja -S "$source/examples/c_find_package" -B "$scratch/find_package" -DCMAKE_PREFIX_PATH="$prefix" \
+    -DCMAKE_BUILD_TYPE=Release >"$scratch/find_package.log"
+cmake --build "$scratch/find_package" >>"$scratch/find_package.log"
+expect "find_package example" "heed $version: 1.330238 2.203336" "$("$scratch/find_package/example")"
+
+cp -r "$source/examples/c_pkg_config" "$scratch/pkg_config"
+PKG_CONFIG_PATH=$lib/pkgconfig make -s -C "$scratch/pkg_config"
+LD_LIBRARY_PATH=$lib "$scratch/pkg_config/example" >"$scratch/pkg_config.out"
+expect "pkg-config version" "$version" "$(PKG_CONFIG_PATH=$lib/pkgconfig pkg-config --modversion heed)"
+grep -q "^heed $version on .*threads$" "$scratch/pkg_config.out"
+grep -q '^  forward_cpu_plain_f32, ' "$scratch/pkg_config.out"
+
+# The program finds its library beside it, without help.
+expect "heed --version" "heed $version" "$(env -u LD_LIBRARY_PATH "$prefix/bin/heed" --version | head -n 1)"

@@ -1,0 +1,239 @@
+/* heed.h: "Key j is visible to row i when all of these agree: the band (causal, window), the key stride, the mask, the
+ * lengths", and what is added to the scores. expect_close() compares with the reference, and its tolerance comes from
+ * naive.c, which decides visibility on its own. */
+#include "harness.h"
+
+static const case_shape shape = { .B = 2, .Hq = 2, .Hk = 1, .Sq = 37, .Sk = 53, .D = 16 };
+static const case_shape tall = { .B = 1, .Hq = 2, .Sq = 70, .Sk = 33, .D = 16 };
+
+static void check_band(int causal, int windowed, int64_t left, int64_t right, int64_t key_stride)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 4; n++) {
+            test_case c = case_new(&kernel, n & 1 ? tall : shape);
+            c.a.causal = causal;
+            c.a.windowed = windowed;
+            c.a.window_left = left, c.a.window_right = right;
+            c.a.key_stride = key_stride;
+            c.a.align = n & 2 ? HEED_ALIGN_TOP_LEFT : HEED_ALIGN_BOTTOM_RIGHT;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
+TEST(causal_works_with_both_alignments) { check_band(1, 0, 0, 0, 0); }
+
+TEST(a_window_works_on_both_sides) { check_band(0, 1, 7, 5, 0); }
+
+TEST(a_window_may_be_open_to_the_left) { check_band(0, 1, -1, 3, 0); }
+
+TEST(a_window_may_be_open_to_the_right) { check_band(0, 1, 4, -1, 0); }
+
+TEST(a_window_may_be_one_key_wide) { check_band(0, 1, 0, 0, 0); }
+
+TEST(causal_and_a_window_hold_both) { check_band(1, 1, 9, 9, 0); }
+
+TEST(a_window_composes_with_a_key_stride) { check_band(1, 1, 11, 0, 3); }
+
+TEST(key_strides_beyond_the_keys_leave_key_0) { check_band(0, 0, 0, 0, 1000); }
+
+TEST(positions_may_start_anywhere_and_step)
+{
+    static const int64_t at[][4] = { { 5, 0, 1, 1 }, { 0, 7, 1, 1 }, { 3, 1, 4, 4 }, { 100, 2, 1, 3 }, { -9, -20, 2, 1 } };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < COUNT(at) * 2; n++) {
+            test_case c = case_new(&kernel, shape);
+            c.a.align = HEED_ALIGN_POSITION;
+            c.a.query_position = at[n / 2][0], c.a.key_position = at[n / 2][1];
+            c.a.query_step = at[n / 2][2], c.a.key_step = at[n / 2][3];
+            c.a.causal = 1;
+            c.a.key_stride = n % 2 ? 3 : 0;
+            case_alibi(&c, 2);
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
+/* heed.h: "key j is visible only if r_j % key_stride == 0": attention over every s-th key, and the others get no
+ * gradient. */
+TEST(a_key_stride_is_attention_to_sliced_keys)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int64_t stride = 2; stride <= 7; stride++) {
+            test_case c = case_new(&kernel, shape), sliced = case_new(&kernel, shape);
+            c.a.key_stride = stride;
+            case_check(&c);
+            sliced.a.q = c.a.q, sliced.g.d_o = c.g.d_o;
+            sliced.a.k = slice(c.a.k, 2, 0, stride, (53 + stride - 1) / stride);
+            sliced.a.v = slice(c.a.v, 2, 0, stride, (53 + stride - 1) / stride);
+            sliced.g.d_k = slice(sliced.g.d_k, 2, 0, stride, (53 + stride - 1) / stride);
+            sliced.g.d_v = slice(sliced.g.d_v, 2, 0, stride, (53 + stride - 1) / stride);
+            case_check(&sliced);
+            expect_same_bits(&c, "o", &c.a.o, &sliced.a.o);
+            expect_same_bits(&c, "lse", &c.a.lse, &sliced.a.lse);
+            if (kernel.backward) {
+                expect_same_bits(&c, "d_q", &c.g.d_q, &sliced.g.d_q);
+                heed_tensor d_k = slice(c.g.d_k, 2, 0, stride, (53 + stride - 1) / stride);
+                expect_same_bits(&c, "d_k", &d_k, &sliced.g.d_k);
+                assert_true(get(&c.g.d_k, 1, 0, 1, 5) == 0 && get(&c.g.d_v, 1, 0, stride + 1, 5) == 0);
+            }
+            case_free(&sliced);
+            case_free(&c);
+        }
+}
+
+/* heed.h: "Each dimension of mask and bias is that of [B, Hq, Sq, Sk] or 1 (broadcast)." */
+TEST(masks_broadcast_in_every_dimension)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int full = 0; full < 16; full++) {
+            test_case c = case_new(&kernel, shape);
+            case_mask(&c, full & 1 ? 2 : 1, full & 2 ? 2 : 1, full & 4 ? 37 : 1, full & 8 ? 53 : 1, 0.6);
+            c.a.causal = full % 3 == 0;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
+TEST(biases_broadcast_in_every_dimension_and_either_type)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int full = 0; full < 32; full++) {
+            test_case c = case_new(&kernel, shape);
+            case_bias(&c, full & 16 || kernel.dtype == HEED_F64 ? kernel.dtype : HEED_F32, full & 1 ? 2 : 1,
+                      full & 2 ? 2 : 1, full & 4 ? 37 : 1, full & 8 ? 53 : 1);
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
+/* heed.h: "bias ... -inf is allowed". It hides the key, for a whole row too. */
+TEST(a_bias_of_minus_infinity_hides_the_key)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        case_bias(&c, kernel.dtype, 1, 2, 37, 53);
+        for (int64_t n = 0; n < 37 * 53; n++)
+            if (n / 53 == 5 || one_in(3))
+                set(&c.a.bias, 0, n % 2, n / 53, n % 53, -INFINITY);
+        fill_row(&c.a.bias, 0, 1, 36, -INFINITY);
+        case_check(&c);
+        assert_true(get(&c.a.lse, 0, 1, 36, 0) == -INFINITY && get(&c.a.o, 1, 1, 36, 3) == 0);
+        case_free(&c);
+    }
+}
+
+TEST(slopes_may_differ_by_batch_and_head)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int64_t n = 0; n < 4; n++) {
+            test_case c = case_new(&kernel, n & 1 ? tall : shape);
+            case_alibi(&c, n & 1 ? 1 : 2);
+            c.a.causal = n >= 2;
+            c.a.align = (heed_align)(n & 1);
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
+TEST(softcap_bounds_the_scores)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 3; n++) {
+            test_case c = case_new(&kernel, shape);
+            c.a.softcap = (float[]){ 0.5f, 3, 50 }[n];
+            c.a.scale = 2;
+            c.a.causal = n == 1;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
+TEST(a_sink_takes_its_share)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 3; n++) {
+            test_case c = case_new(&kernel, shape);
+            case_sink(&c);
+            set(&c.a.sink, 0, 1, 0, 0, (double[]){ 30, -30, -INFINITY }[n]);
+            c.a.causal = n == 1;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
+/* heed.h: "A row that sees no key has o = 0 and lse = -inf, sink or not, and all its gradients are 0." */
+TEST(rows_that_see_no_key_are_zero)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int with_sink = 0; with_sink < 2; with_sink++) {
+            test_case c = case_new(&kernel, tall); /* causal, bottom right: rows 0 to 36 stand before key 0 */
+            c.a.causal = 1;
+            if (with_sink)
+                case_sink(&c);
+            case_check(&c);
+            for (int64_t i = 0; i < 37; i++) {
+                assert_true(get(&c.a.o, 0, 1, i, 15) == 0 && get(&c.a.lse, 0, 1, i, 0) == -INFINITY);
+                assert_true(!kernel.backward || get(&c.g.d_q, 0, 1, i, 15) == 0);
+            }
+            assert_true(isfinite(get(&c.a.lse, 0, 1, 37, 0)));
+            case_free(&c);
+        }
+}
+
+TEST(a_mask_that_hides_everything_gives_zeros)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        case_mask(&c, 1, 1, 1, 1, 0);
+        case_sink(&c);
+        case_check(&c);
+        assert_true(get(&c.a.o, 1, 1, 36, 15) == 0 && get(&c.a.lse, 1, 1, 36, 0) == -INFINITY);
+        assert_true(!kernel.backward || (get(&c.g.d_v, 1, 0, 52, 15) == 0 && get(&c.g.d_sink, 0, 1, 0, 0) == 0));
+        case_free(&c);
+    }
+}
+
+/* style: later keys may change as they like, the bits of a causal row stay. */
+TEST(causal_rows_ignore_later_keys)
+{
+    for_each_kernel(HEED_FORWARD, kernel) {
+        test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 130, .D = 64 });
+        c.a.causal = 1;
+        case_forward(&c);
+        heed_tensor before = c.a.o;
+        c.a.o = case_tensor(&c, kernel.dtype, before.shape, NULL);
+        for (int64_t j = 77; j < 130; j++)
+            fill_row(&c.a.k, 0, 1, j, 1e4), fill_row(&c.a.v, 0, 1, j, -1e4);
+        case_forward(&c);
+        heed_tensor x = slice(before, 2, 0, 1, 77), y = slice(c.a.o, 2, 0, 1, 77);
+        expect_same_bits(&c, "rows 0 to 76", &x, &y);
+        case_free(&c);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(causal_works_with_both_alignments),
+        cmocka_unit_test(a_window_works_on_both_sides),
+        cmocka_unit_test(a_window_may_be_open_to_the_left),
+        cmocka_unit_test(a_window_may_be_open_to_the_right),
+        cmocka_unit_test(a_window_may_be_one_key_wide),
+        cmocka_unit_test(causal_and_a_window_hold_both),
+        cmocka_unit_test(a_window_composes_with_a_key_stride),
+        cmocka_unit_test(key_strides_beyond_the_keys_leave_key_0),
+        cmocka_unit_test(positions_may_start_anywhere_and_step),
+        cmocka_unit_test(a_key_stride_is_attention_to_sliced_keys),
+        cmocka_unit_test(masks_broadcast_in_every_dimension),
+        cmocka_unit_test(biases_broadcast_in_every_dimension_and_either_type),
+        cmocka_unit_test(a_bias_of_minus_infinity_hides_the_key),
+        cmocka_unit_test(slopes_may_differ_by_batch_and_head),
+        cmocka_unit_test(softcap_bounds_the_scores),
+        cmocka_unit_test(a_sink_takes_its_share),
+        cmocka_unit_test(rows_that_see_no_key_are_zero),
+        cmocka_unit_test(a_mask_that_hides_everything_gives_zeros),
+        cmocka_unit_test(causal_rows_ignore_later_keys),
+    };
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,183 @@
+/* spec: "NaN and Inf never spread beyond the rows that depend on them", to which the CPU and the reference hold to the
+ * letter, and "|S| up to the largest float gives no NaN and no overflow". expect_close() asks for a result that is not
+ * finite exactly where that of the reference is not. */
+#include "harness.h"
+
+#include <float.h>
+
+static const case_shape shape = { .B = 2, .Hq = 4, .Hk = 2, .Sq = 40, .Sk = 56, .D = 16 };
+
+TEST(a_nan_in_a_query_row_touches_that_row_only)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        set(&c.a.q, 0, 1, 17, 3, NAN);
+        case_check(&c);
+        assert_true(isnan(get(&c.a.o, 0, 1, 17, 0)) && isnan(get(&c.a.lse, 0, 1, 17, 0)));
+        case_free(&c);
+    }
+}
+
+/* Row i sees keys up to i + 16: key 30 is not for rows 0 to 13. */
+TEST(a_nan_in_a_key_touches_the_rows_that_see_it_only)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        c.a.causal = 1;
+        set(&c.a.k, 1, 0, 30, 2, NAN);
+        case_check(&c);
+        assert_true(isfinite(get(&c.a.o, 1, 1, 13, 0)) && isnan(get(&c.a.o, 1, 1, 14, 0)));
+        case_free(&c);
+    }
+}
+
+TEST(a_nan_or_inf_in_a_value_touches_the_rows_that_see_it_only)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 3; n++) {
+            test_case c = case_new(&kernel, shape);
+            c.a.causal = 1;
+            set(&c.a.v, 1, 0, 30, 2, n == 0 ? NAN : n == 1 ? INFINITY : -INFINITY);
+            case_check(&c);
+            assert_true(isfinite(get(&c.a.o, 1, 1, 13, 2)) && !isfinite(get(&c.a.o, 1, 1, 14, 2)));
+            assert_true(isfinite(get(&c.a.o, 1, 1, 14, 3)));
+            case_free(&c);
+        }
+}
+
+TEST(a_mask_keeps_nan_and_inf_out)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        case_mask(&c, 2, 4, 40, 56, 0.9);
+        for (int64_t i = 0; i < 40; i++)
+            for (int64_t h = 0; h < 4; h++)
+                set(&c.a.mask, 1, h, i, 7, 0), set(&c.a.mask, 1, h, i, 55, i == 39);
+        fill_row(&c.a.k, 1, 1, 7, NAN), fill_row(&c.a.v, 1, 1, 7, INFINITY);
+        fill_row(&c.a.k, 1, 1, 55, NAN), fill_row(&c.a.v, 1, 1, 55, NAN);
+        case_check(&c);
+        assert_true(isfinite(get(&c.a.o, 1, 3, 38, 0)) && isnan(get(&c.a.o, 1, 3, 39, 0)));
+        case_free(&c);
+    }
+}
+
+TEST(a_window_keeps_nan_out_on_both_sides)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        c.a.windowed = 1;
+        c.a.window_left = 6, c.a.window_right = 2;
+        fill_row(&c.a.k, 0, 0, 25, NAN), fill_row(&c.a.v, 0, 0, 25, NAN);
+        case_check(&c);
+        case_free(&c);
+    }
+}
+
+/* spec: "keys that no query of the problem may see (... off the stride) may hold anything". */
+TEST(keys_off_the_stride_may_hold_anything)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        c.a.key_stride = 3;
+        for (int64_t j = 0; j < 56; j++)
+            if (j % 3)
+                fill_row(&c.a.k, 0, 1, j, NAN), fill_row(&c.a.v, 0, 1, j, INFINITY);
+        case_check(&c);
+        assert_true(isfinite(get(&c.a.o, 0, 3, 39, 15)));
+        case_free(&c);
+    }
+}
+
+TEST(a_nan_in_the_gradient_of_a_row_stays_with_what_the_row_sees)
+{
+    for_each_kernel(HEED_BACKWARD, kernel) {
+        test_case c = case_new(&kernel, shape);
+        c.a.causal = 1;
+        set(&c.g.d_o, 0, 2, 5, 1, NAN);
+        case_check(&c);
+        assert_true(isfinite(get(&c.g.d_k, 0, 1, 22, 0)) && isnan(get(&c.g.d_k, 0, 1, 21, 0)));
+        assert_true(isfinite(get(&c.g.d_q, 0, 2, 6, 0)) && isnan(get(&c.g.d_q, 0, 2, 5, 0)));
+        case_free(&c);
+    }
+}
+
+/* Two groups of keys whose scores are as far apart as fp32 allows: row i takes the mean of the upper group. */
+TEST(scores_up_to_the_largest_float_do_not_overflow)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 20, .Sk = 40, .D = 1, .Dv = 16 });
+        double size = kernel.dtype == HEED_F16 ? 60000 : 1.75 * 0x1p63; /* its square is 2.6e38 */
+        for (int64_t n = 0; n < 80; n++)
+            set(&c.a.k, 0, n / 40, n % 40, 0, n % 4 == 1 ? size : -size);
+        for (int64_t n = 0; n < 40; n++)
+            set(&c.a.q, 0, n / 20, n % 20, 0, size);
+        c.a.scale = 1;
+        case_forward(&c);
+        if (kernel.backward)
+            case_backward(&c);
+        for (int64_t d = 0; d < 16; d++) {
+            double mean = 0;
+            for (int64_t j = 1; j < 40; j += 4)
+                mean += get(&c.a.v, 0, 1, j, d) / 10;
+            assert_true(fabs(get(&c.a.o, 0, 1, 19, d) - mean) < 2e-2 && isfinite(get(&c.a.lse, 0, 1, 19, 0)));
+            assert_true(!kernel.backward || isfinite(get(&c.g.d_v, 0, 1, 1, d)));
+        }
+        assert_true(!kernel.backward || !isnan(get(&c.g.d_k, 0, 1, 1, 0)));
+        assert_true(!kernel.backward || !isnan(get(&c.g.d_q, 0, 1, 19, 0)));
+        case_free(&c);
+    }
+}
+
+/* Masks written as a bias of the lowest float, as frameworks do. Where it covers a row, all its keys are equal. */
+TEST(a_bias_of_the_lowest_float_is_a_mask)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        if (kernel.dtype == HEED_F16) /* 65504 is a number like others */
+            continue;
+        test_case c = case_new(&kernel, shape);
+        case_bias(&c, kernel.dtype, 1, 1, 40, 56);
+        double lowest = kernel.dtype == HEED_BF16 ? -0x1.FEp127 : -FLT_MAX;
+        for (int64_t n = 0; n < 40 * 56; n++)
+            if (n / 56 == 11 || n % 3)
+                set(&c.a.bias, 0, 0, n / 56, n % 56, lowest);
+        case_forward(&c);
+        if (kernel.backward)
+            case_backward(&c);
+        results got = case_results(&c), expected = case_reference(&c);
+        double room = kernel.dtype == HEED_BF16 ? 3e-2 : 1e-5;
+        for (int which = 0; which < (kernel.backward ? OUTPUTS : OUT_LSE); which++)
+            for (int64_t n = 0; n < elements(output_of(&c, which)) && got.at[which]; n++)
+                assert_true(which == OUT_LSE || fabs(got.at[which][n] - expected.at[which][n]) <=
+                                                    room * (1 + fabs(expected.at[which][n])) * (which == OUT_O ? 1 : 8));
+        case_free(&c);
+    }
+}
+
+TEST(a_row_whose_scores_are_all_very_low_is_an_ordinary_row)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        case_bias(&c, HEED_F64 == kernel.dtype ? HEED_F64 : HEED_F32, 1, 1, 40, 1);
+        for (int64_t i = 0; i < 40; i++)
+            set(&c.a.bias, 0, 0, i, 0, i % 2 ? -1000 : 1000);
+        case_check(&c);
+        case_free(&c);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_nan_in_a_query_row_touches_that_row_only),
+        cmocka_unit_test(a_nan_in_a_key_touches_the_rows_that_see_it_only),
+        cmocka_unit_test(a_nan_or_inf_in_a_value_touches_the_rows_that_see_it_only),
+        cmocka_unit_test(a_mask_keeps_nan_and_inf_out),
+        cmocka_unit_test(a_window_keeps_nan_out_on_both_sides),
+        cmocka_unit_test(keys_off_the_stride_may_hold_anything),
+        cmocka_unit_test(a_nan_in_the_gradient_of_a_row_stays_with_what_the_row_sees),
+        cmocka_unit_test(scores_up_to_the_largest_float_do_not_overflow),
+        cmocka_unit_test(a_bias_of_the_lowest_float_is_a_mask),
+        cmocka_unit_test(a_row_whose_scores_are_all_very_low_is_an_ordinary_row),
+    };
+    return RUN_TESTS(tests);
+}

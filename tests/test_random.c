@@ -1,0 +1,127 @@
+/* Random problems by the thousand: any combination of features, dtype, layout and kernel row, forward and backward,
+ * against the reference. Problem n uses seed HEED_TEST_SEED + n, so that a failure is repeated by its seed alone. */
+#include "harness.h"
+
+/* Small numbers mostly, with the odd larger one. */
+static int64_t any_size(int64_t most) { return one_in(4) ? random_int(1, most) : random_int(1, HEED_MIN(most, 20)); }
+
+static heed_kernel_info any_kernel(void)
+{
+    heed_kernel_info all[128];
+    int count = 0;
+    for_each_kernel(EITHER_PASS, kernel)
+        if (count < COUNT(all))
+            all[count++] = kernel;
+    return count ? all[random_int(0, count - 1)] : (heed_kernel_info){ 0 };
+}
+
+static test_layout any_layout(void)
+{
+    static const int orders[][4] = { { 0, 1, 2, 3 }, { 0, 2, 1, 3 }, { 2, 0, 1, 3 }, { 0, 1, 3, 2 } };
+    test_layout l = { 0 };
+    if (one_in(2))
+        return l;
+    memcpy(l.order, orders[random_int(0, 3)], sizeof l.order);
+    for (int d = 0; d < 4; d++) {
+        l.gap[d] = one_in(3) ? random_int(1, 9) : 0;
+        l.flip[d] = one_in(8);
+    }
+    l.offset = one_in(3) ? random_int(1, 9) : 0;
+    return l;
+}
+
+static const int32_t *any_lengths(int32_t lengths[], int64_t B, int64_t most)
+{
+    for (int64_t b = 0; b < B; b++)
+        lengths[b] = (int32_t)(one_in(6) ? 0 : random_int(0, most));
+    return lengths;
+}
+
+static int64_t full_or_1(int64_t size) { return one_in(2) ? size : 1; }
+
+static void any_band(heed_attention *a)
+{
+    a->causal = one_in(3);
+    a->windowed = one_in(3);
+    if (a->windowed)
+        a->window_left = random_int(-1, 30), a->window_right = random_int(-1, 30);
+    a->align = (heed_align)random_int(0, 2);
+    if (a->align == HEED_ALIGN_POSITION) {
+        a->query_position = random_int(-40, 40), a->key_position = random_int(-40, 40);
+        a->query_step = random_int(0, 4), a->key_step = random_int(0, 4);
+    }
+    a->key_stride = one_in(3) ? random_int(1, 7) : 0;
+}
+
+static void any_extras(test_case *c)
+{
+    int64_t B = case_sequences(c), H = c->a.q.shape[1], Sq = case_rows(c), Sk = case_keys(c);
+    if (one_in(4))
+        case_mask(c, full_or_1(B), full_or_1(H), full_or_1(Sq), full_or_1(Sk), (double)random_int(0, 10) / 10);
+    if (one_in(4)) {
+        heed_dtype dtype = one_in(2) && c->kernel.dtype != HEED_F64 ? HEED_F32 : c->kernel.dtype;
+        case_bias(c, dtype, full_or_1(B), full_or_1(H), full_or_1(Sq), full_or_1(Sk));
+        for (int64_t n = 0; n < elements(&c->a.bias) && one_in(2); n += random_int(1, 5))
+            heed_store(c->a.bias.data, dtype, n, -INFINITY);
+    }
+    if (one_in(4))
+        case_alibi(c, full_or_1(B));
+    if (one_in(4))
+        case_sink(c);
+    if (one_in(4))
+        case_d_lse(c);
+    c->a.softcap = one_in(4) ? (float)random_int(1, 40) / 4 : 0;
+    c->a.scale = one_in(4) ? (float)random_int(-20, 20) / 20 : 0;
+    c->a.zero_scale = c->a.scale == 0 && one_in(10);
+    c->a.dropout = one_in(4) ? (float)random_int(0, 95) / 100 : 0;
+    c->a.dropout_seed = random_bits();
+    c->x.threads = (int)random_int(0, 4);
+}
+
+static void try_problem(const heed_kernel_info *kernel)
+{
+    int32_t rows[4], keys[4];
+    case_shape s = { .B = random_int(1, 3), .Hk = random_int(1, 3), .Sq = any_size(80), .Sk = any_size(140),
+                     .D = any_size(130), .Dv = any_size(130), .fp32_results = one_in(3), .layout = any_layout() };
+    s.Hq = s.Hk * random_int(1, 3);
+    s.form = one_in(2) ? DENSE : (case_form)random_int(PADDED, kernel->backward ? RAGGED : PAGED);
+    s.page = random_int(1, 40);
+    if (s.form != DENSE) {
+        s.rows_of = s.form == RAGGED || one_in(2) ? any_lengths(rows, s.B, s.Sq) : NULL;
+        s.keys_of = s.form == RAGGED || one_in(2) ? any_lengths(keys, s.B, s.Sk) : NULL;
+    }
+    test_case c = case_new(kernel, s);
+    any_band(&c.a);
+    any_extras(&c);
+    if (!kernel->backward && one_in(4))
+        c.a.lse.data = NULL;
+    case_check(&c);
+    case_free(&c);
+}
+
+TEST(random_problems_agree_with_the_reference)
+{
+    const char *text = getenv("HEED_TEST_CASES");
+    int64_t cases = text && *text ? strtoll(text, NULL, 0) : 1000;
+    for (int64_t n = 0; n < cases; n++) {
+        seed_random(test_seed() + (uint64_t)n);
+        heed_kernel_info kernel = any_kernel();
+        if (!kernel.name)
+            return;
+        /* Kept up to date rather than printed on failure, which leaves this function by a jump. */
+        static char again[64];
+        snprintf(again, sizeof again, "HEED_TEST_SEED=%llu HEED_TEST_CASES=1", (unsigned long long)test_seed() + n);
+        setenv("HEED_TEST_AGAIN", again, 1);
+        try_problem(&kernel);
+    }
+    unsetenv("HEED_TEST_AGAIN");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = { cmocka_unit_test(random_problems_agree_with_the_reference) };
+    int failed = RUN_TESTS(tests);
+    if (getenv("HEED_TEST_AGAIN"))
+        printf("to repeat: %s\n", getenv("HEED_TEST_AGAIN"));
+    return failed;
+}

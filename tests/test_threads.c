@@ -1,0 +1,97 @@
+/* heed.h: "any number of threads may call it at once", and heed_last_error() is "of this thread". */
+#include "harness.h"
+
+#include <pthread.h>
+
+enum { CALLERS = 8, ROUNDS = 5 };
+
+typedef struct caller {
+    pthread_t thread;
+    test_case *c;
+    heed_attention a;
+    heed_gradient g;
+    heed_exec x;
+    heed_status status;
+    int wrong_message;
+} caller;
+
+/* No assertion of cmocka in here: it jumps. */
+static void *call(void *argument)
+{
+    caller *me = argument;
+    for (int n = 0; n < ROUNDS && !me->status; n++) {
+        heed_attention broken = me->a;
+        broken.k.shape[3] = 100 + (int64_t)(me->a.dropout_seed);
+        char expected[16];
+        snprintf(expected, sizeof expected, "%lld", (long long)broken.k.shape[3]);
+        heed_status refused = heed_forward(&broken, &me->x);
+        me->status = heed_forward(&me->a, &me->x);
+        if (!me->status)
+            me->status = heed_backward(&me->a, &me->g, &me->x);
+        if (refused != HEED_BAD_ARGUMENT || !strstr(heed_last_error(), expected))
+            me->wrong_message = 1;
+    }
+    return NULL;
+}
+
+/* Each caller has its own outputs and workspace, all share the inputs; the bits are those of a call alone. */
+static void expect_independent_callers(heed_backend backend, heed_dtype dtype, int threads)
+{
+    heed_kernel_info best = { .name = "backward", .backend = backend, .backward = 1, .dtype = dtype };
+    test_case c = case_new(&best, (case_shape){ .B = 2, .Hq = 4, .Hk = 2, .Sq = 70, .Sk = 90, .D = 32 });
+    caller callers[CALLERS + 1];
+    size_t forward, backward;
+    c.a.causal = 1;
+    c.x.threads = threads;
+    for (int n = 0; n <= CALLERS; n++) {
+        callers[n] = (caller){ .c = &c, .a = c.a, .g = c.g, .x = c.x };
+        callers[n].a.dropout_seed = (uint64_t)n;
+        heed_tensor *results[] = { &callers[n].a.o, &callers[n].a.lse, &callers[n].g.d_q, &callers[n].g.d_k,
+                                   &callers[n].g.d_v };
+        for (int which = 0; which < COUNT(results); which++)
+            *results[which] = case_tensor(&c, results[which]->dtype, results[which]->shape, NULL);
+        assert_int_equal(heed_workspace_size(&callers[n].a, NULL, &c.x, &forward), HEED_OK);
+        assert_int_equal(heed_workspace_size(&callers[n].a, &callers[n].g, &c.x, &backward), HEED_OK);
+        callers[n].x.workspace_bytes = HEED_MAX(forward, backward);
+        callers[n].x.workspace = case_memory(&c, callers[n].x.workspace_bytes, 0);
+    }
+    call(&callers[CALLERS]);
+    for (int n = 0; n < CALLERS; n++)
+        assert_int_equal(pthread_create(&callers[n].thread, NULL, call, &callers[n]), 0);
+    for (int n = 0; n < CALLERS; n++)
+        pthread_join(callers[n].thread, NULL);
+    for (int n = 0; n < CALLERS; n++) {
+        assert_int_equal(callers[n].status, HEED_OK);
+        assert_false(callers[n].wrong_message);
+        expect_same_bits(&c, "o", &callers[CALLERS].a.o, &callers[n].a.o);
+        expect_same_bits(&c, "d_q", &callers[CALLERS].g.d_q, &callers[n].g.d_q);
+        expect_same_bits(&c, "d_k", &callers[CALLERS].g.d_k, &callers[n].g.d_k);
+        expect_same_bits(&c, "d_v", &callers[CALLERS].g.d_v, &callers[n].g.d_v);
+    }
+    case_guards(&c);
+    case_free(&c);
+}
+
+TEST(many_threads_may_call_at_once)
+{
+    for (heed_dtype dtype = HEED_F32; dtype <= HEED_BF16; dtype++)
+        expect_independent_callers(HEED_CPU, dtype, 1);
+}
+
+TEST(many_threads_may_call_the_reference_at_once) { expect_independent_callers(HEED_REFERENCE, HEED_F32, 1); }
+
+#ifndef __SANITIZE_THREAD__ /* which cannot see what OpenMP's own threads wait for */
+TEST(many_threads_may_call_at_once_with_threads_of_their_own) { expect_independent_callers(HEED_CPU, HEED_F32, 3); }
+#endif
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(many_threads_may_call_at_once),
+        cmocka_unit_test(many_threads_may_call_the_reference_at_once),
+#ifndef __SANITIZE_THREAD__
+        cmocka_unit_test(many_threads_may_call_at_once_with_threads_of_their_own),
+#endif
+    };
+    return RUN_TESTS(tests);
+}
