@@ -2,15 +2,13 @@
  *
  * What error is fair? Rounding the inputs to their type already moves the exact result: a kernel cannot be blamed for
  * an error of that size. So the reference runs twice, on the inputs and on inputs nudged at random by one rounding
- * error, and a kernel may be off by ALLOWED times that distance, plus two roundings of the result itself; both the
- * largest and the RMS error count. This is a comparison with the problem's own sensitivity, so it needs no constants for sizes,
- * masks or large scores. */
+ * error, and a kernel may be off by a few times that distance, see allowed(), plus two roundings of the result itself;
+ * both the largest and the RMS error count. This is a comparison with the problem's own sensitivity, so it needs no
+ * constants for masks, bands or large scores. */
 #include "cli.h"
 
 #include <math.h>
 #include <string.h>
-
-#define ALLOWED 4.0 /* a sound kernel rounds a few times on the way: q.k, exp, P.v */
 
 enum { MOST_KERNELS = 128, RESULTS = 7 };
 
@@ -119,6 +117,18 @@ static void results_of(const workload *w, int backward, const heed_tensor *t[RES
     memcpy(t, backward ? gradients : forward, RESULTS * sizeof *t);
 }
 
+/* How many times the distance. A sound kernel rounds a few times on the way: q.k, exp, P.v. And fp32 is summed in fp32:
+ * n terms in a row, whose partial sums grow like sqrt(n), gather about sqrt(n) times what nudged terms would; half
+ * types are summed in fp32 too, where that is nothing. */
+static double allowed(const workload *w)
+{
+    const heed_attention *a = &w->a;
+    int64_t heads = a->q.shape[1] / a->k.shape[1], n = a->q.shape[3]; /* the longest sum: over D, keys or rows */
+    n = a->k.shape[2] > n ? a->k.shape[2] : n;
+    n = a->q.shape[2] * heads > n ? a->q.shape[2] * heads : n;
+    return a->q.dtype == HEED_F32 ? 4 + sqrt((double)n) : 4;
+}
+
 static void judge(score *s, const workload *w, const yardstick *y, const char *problem)
 {
     static const char *const names[2][RESULTS] = { { "o", "lse" }, { "dq", "dk", "dv", "dbias", "dsink" } };
@@ -131,9 +141,9 @@ static void judge(score *s, const workload *w, const yardstick *y, const char *p
         if (!got[i]->data)
             continue;
         difference error = tensor_difference(got[i], want[i]), fair = tensor_difference(nudged[i], want[i]);
-        double rounding = dtype_roundoff(got[i]->dtype);
-        double max_part = error.max / (ALLOWED * fair.max + 2 * rounding * error.want_max + 1e-37);
-        double rms_part = error.rms / (ALLOWED * fair.rms + 2 * rounding * error.want_rms + 1e-37);
+        double rounding = dtype_roundoff(got[i]->dtype), times = allowed(w);
+        double max_part = error.max / (times * fair.max + 2 * rounding * error.want_max + 1e-37);
+        double rms_part = error.rms / (times * fair.rms + 2 * rounding * error.want_rms + 1e-37);
         double part = fmax(max_part, rms_part);
         s->max = fmax(s->max, error.want_max > 0 ? error.max / error.want_max : error.max);
         s->rms = fmax(s->rms, error.want_rms > 0 ? error.rms / error.want_rms : error.rms);
@@ -307,10 +317,10 @@ int command_check(int argc, char **argv)
         .command = "check",
         .usage = "[options]",
         .text = "Runs every kernel that this machine can run, forward and backward, on problems with every feature,\n"
-                "and compares with the reference in fp64. The error allowed is four times the distance by which the\n"
-                "exact result moves when the inputs are nudged by one rounding error of their type, plus two\n"
-                "roundings of the result. Columns: cases; problems the kernel does not take; the worst error, relative to the\n"
-                "largest value and as RMS; how much of what is allowed it used. Exit code 1 when a kernel fails.\n",
+                "and compares with the reference in fp64. Rounding errors of the inputs move the exact result by some\n"
+                "distance; a kernel may be off by a small multiple of it: 4, plus sqrt(n) for fp32 sums of n terms.\n"
+                "Columns: cases; problems the kernel does not take; the worst error, relative to the largest value\n"
+                "and as RMS; how much of what is allowed it used. Exit code 1 when a kernel fails.\n",
         .examples = "  heed check --quick\n"
                     "  heed check --kernel avx2 --seconds 60\n"
                     "  heed check --kernel forward_cpu_plain_f32 --seed 1234   the random problem of a report, first\n",

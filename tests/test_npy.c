@@ -111,8 +111,8 @@ static void fortran_order_is_a_matter_of_strides(void **state)
     (void)state;
     npy_array a;
     char why[NPY_WHY];
-    assert_true(image_read(image_new(1, "{'descr': '<f4', 'fortran_order': True, 'shape': (2, 3), }\n", six, sizeof six),
-                           &a, why));
+    image *m = image_new(1, "{'descr': '<f4', 'fortran_order': True, 'shape': (2, 3), }\n", six, sizeof six);
+    assert_true(image_read(m, &a, why));
     assert_int_equal(a.stride[0], 1);
     assert_int_equal(a.stride[1], 2);
     npy_free(&a);
@@ -144,11 +144,13 @@ static void empty_and_zero_dimensional_arrays_are_read(void **state)
     (void)state;
     npy_array a;
     char why[NPY_WHY];
-    assert_true(image_read(image_new(1, "{'descr': '<f4', 'fortran_order': False, 'shape': (), }", six, 4), &a, why));
+    image *m = image_new(1, "{'descr': '<f4', 'fortran_order': False, 'shape': (), }", six, 4);
+    assert_true(image_read(m, &a, why));
     assert_int_equal(a.rank, 0);
     assert_int_equal(a.count, 1);
     npy_free(&a);
-    assert_true(image_read(image_new(1, "{'descr': '<f4', 'fortran_order': False, 'shape': (4, 0), }", NULL, 0), &a, why));
+    m = image_new(1, "{'descr': '<f4', 'fortran_order': False, 'shape': (4, 0), }", NULL, 0);
+    assert_true(image_read(m, &a, why));
     assert_int_equal(a.count, 0);
     assert_non_null(a.data);
     npy_free(&a);
@@ -268,7 +270,8 @@ static void what_is_written_is_read_back(void **state)
     (void)state;
     for (heed_dtype dtype = HEED_F32; dtype <= HEED_BOOL; dtype++) {
         double space[6];
-        npy_array a = { .data = space, .dtype = dtype, .rank = 2, .shape = { 3, 2 }, .stride = { 2, 1 }, .count = 6 }, b;
+        npy_array a = { .data = space, .dtype = dtype, .rank = 2, .shape = { 3, 2 }, .stride = { 2, 1 }, .count = 6 };
+        npy_array b;
         npy_output output;
         char why[NPY_WHY];
         for (int i = 0; i < 6; i++)

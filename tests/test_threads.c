@@ -22,7 +22,7 @@ static void *call(void *argument)
     for (int n = 0; n < ROUNDS && !me->status; n++) {
         heed_attention broken = me->a;
         broken.k.shape[3] = 100 + (int64_t)(me->a.dropout_seed);
-        char expected[16];
+        char expected[24];
         snprintf(expected, sizeof expected, "%lld", (long long)broken.k.shape[3]);
         heed_status refused = heed_forward(&broken, &me->x);
         me->status = heed_forward(&me->a, &me->x);

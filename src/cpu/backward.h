@@ -148,6 +148,9 @@ static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to,
     int capped = j->p->a.softcap > 0;
     if (j->changes || !whole)
         adjust_row(j, &b->span, b->row[r], s, capped ? slope : NULL, b->n0, from, to);
+    char hidden[BC];
+    for (int64_t c = from; bias && c < to; c++)
+        hidden[c] = s[c] == -INFINITY;
     vec scale = vec_set1(j->changes ? 1 : j->s_scale), log2e = vec_set1(LOG2E);
     vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]);
     if (j->p->drop_below) {
@@ -164,8 +167,8 @@ static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to,
             vec_store(ds + c, vec_mul(p, vec_sub(vec_load(ds + c), delta)));
             vec_store(s + c, p);
         }
-    if (bias)
-        memcpy(bias + from, ds + from, (size_t)(to - from) * sizeof(float));
+    for (int64_t c = from; bias && c < to; c++)
+        bias[c] = hidden[c] ? 0 : ds[c]; /* where P = 0, dS may be 0 * NaN */
     if (capped) {
         int64_t first = HEED_MAX(b->row[r].first - b->n0, from), last = HEED_MIN(b->row[r].last - b->n0, to);
         for (int64_t c = first; c < last; c++)

@@ -21,8 +21,7 @@ static void add_to_bias(const backward_block *b, double *sums, const float *dS, 
     for (int64_t r = 0; r < b->rows; r++)
         for (int64_t n = HEED_MAX(b->row[r].first, b->n0); n < HEED_MIN(b->row[r].last, b->n1); n++) {
             int64_t c = n - b->n0;
-            if (b->P[r * LDB + c] != 0) /* not hidden by the mask, where dS may be 0 * NaN */
-                sums[(one_row ? 0 : r) * BC + (one_column ? 0 : c)] += dS[r * LDB + c];
+            sums[(one_row ? 0 : r) * BC + (one_column ? 0 : c)] += dS[r * LDB + c];
         }
 }
 

@@ -166,11 +166,8 @@ heed_status heed_forward_portable(const heed_problem *p, const heed_plan *plan, 
     heed_status status = device.status;
     if (!status)
         status = heed_cuda_args(p, &a);
-    if (!status && (a.lengths_q || a.offsets_q)) { /* padding */
-        status = heed_cuda_fill(a.o, p->a.o.shape, 0.0f, x);
-        if (!status)
-            status = heed_cuda_fill(a.lse, p->a.lse.shape, -INFINITY, x);
-    }
+    if (!status)
+        status = heed_cuda_prepare_forward(p, a, x);
     if (status)
         return status;
     return a.Dv <= 64 ? run<8, 64>(a, x) : run<16, 128>(a, x);

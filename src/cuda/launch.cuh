@@ -51,6 +51,9 @@ heed_status launch(Kernel kernel, int64_t blocks, int threads, size_t shared_byt
 /* Sets every element of t, of the given shape, where t is present. */
 heed_status heed_cuda_fill(const view &t, const int64_t shape[4], float value, const heed_exec *x);
 
+/* What forward does before its kernel: o and lse of padding. */
+heed_status heed_cuda_prepare_forward(const heed_problem *p, const args &a, const heed_exec *x);
+
 /* What backward does before and after its kernels. prepare: a->delta becomes present (computed into the workspace
  * where the caller gave none) and gradients that the kernels may not reach become zero. */
 size_t heed_cuda_delta_bytes(const heed_problem *p);

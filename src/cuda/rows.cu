@@ -125,7 +125,15 @@ heed_status heed_cuda_fill(const view &t, const int64_t shape[4], float value, c
     return launch(fill, HEED_MIN(tiles_of(n.count, WARPS), 16384), 32 * WARPS, 0, x, t, n, value);
 }
 
-/* ---- Before a backward ------------------------------------------------------------------------------------------ */
+/* ---- Before the kernels ----------------------------------------------------------------------------------------- */
+
+heed_status heed_cuda_prepare_forward(const heed_problem *p, const args &a, const heed_exec *x)
+{
+    if (!a.lengths_q && !a.offsets_q)
+        return HEED_OK;
+    heed_status status = heed_cuda_fill(a.o, p->a.o.shape, 0.0f, x);
+    return status ? status : heed_cuda_fill(a.lse, p->a.lse.shape, -INFINITY, x);
+}
 
 size_t heed_cuda_delta_bytes(const heed_problem *p)
 {

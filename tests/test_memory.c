@@ -1,0 +1,90 @@
+/* heed.h: the workspace is "Linear in the number of tokens", asked for in advance, and "heed allocates nothing". */
+#include "harness.h"
+
+static size_t workspace_of(const heed_kernel_info *kernel, case_shape shape)
+{
+    test_case c = case_new(kernel, shape);
+    size_t bytes = 0;
+    c.x.kernel = kernel->name;
+    c.x.threads = 4;
+    assert_int_equal(heed_workspace_size(&c.a, kernel->backward ? &c.g : NULL, &c.x, &bytes), HEED_OK);
+    case_free(&c);
+    return bytes;
+}
+
+/* Four times the tokens take at most about four times the memory, where a matrix of scores would take sixteen. */
+TEST(the_workspace_is_linear_in_tokens)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        size_t small = workspace_of(&kernel, (case_shape){ .B = 2, .Hq = 4, .Hk = 2, .Sq = 4096, .D = 16 });
+        size_t large = workspace_of(&kernel, (case_shape){ .B = 2, .Hq = 4, .Hk = 2, .Sq = 16384, .D = 16 });
+        assert_true(large <= 4 * small + 4096);
+        assert_true(large <= (size_t)2 * 16384 * (4 * 48 + 2 * 48) * sizeof(double));
+    }
+}
+
+/* heed.h: "HEED_NO_WORKSPACE: exec.workspace is smaller than heed_workspace_size() says", and "On an error the outputs
+ * are untouched". */
+TEST(one_byte_too_few_is_refused)
+{
+    for_each_kernel(HEED_FORWARD, kernel) {
+        test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 50, .D = 32 });
+        heed_tensor unwritten = case_tensor(&c, c.a.o.dtype, c.a.o.shape, NULL);
+        c.x.kernel = kernel.name;
+        assert_int_equal(heed_workspace_size(&c.a, NULL, &c.x, &c.x.workspace_bytes), HEED_OK);
+        if (c.x.workspace_bytes) {
+            c.x.workspace = case_memory(&c, --c.x.workspace_bytes, 0);
+            assert_int_equal(heed_forward(&c.a, &c.x), HEED_NO_WORKSPACE);
+            expect_same_bits(&c, "o", &unwritten, &c.a.o);
+        }
+        case_free(&c);
+    }
+}
+
+/* glibc lets a program define malloc(); the sanitizers need their own. */
+#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(__clang__)
+#define COUNTS_ALLOCATIONS 1
+void *__libc_malloc(size_t bytes);
+static int allocations;
+
+void *malloc(size_t bytes)
+{
+    allocations++;
+    return __libc_malloc(bytes);
+}
+
+TEST(heed_allocates_nothing)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, (case_shape){ .B = 2, .Hq = 2, .Sq = 100, .D = 32 });
+        size_t forward, backward;
+        case_bias(&c, kernel.dtype, 1, 2, 100, 100);
+        case_sink(&c);
+        c.a.causal = 1;
+        c.x.threads = 1; /* OpenMP allocates for its threads */
+        assert_int_equal(heed_workspace_size(&c.a, NULL, &c.x, &forward), HEED_OK);
+        assert_int_equal(heed_workspace_size(&c.a, &c.g, &c.x, &backward), HEED_OK);
+        c.x.workspace_bytes = HEED_MAX(forward, backward);
+        c.x.workspace = case_memory(&c, c.x.workspace_bytes, 0);
+        int before = allocations;
+        assert_int_equal(heed_forward(&c.a, &c.x), HEED_OK);
+        assert_int_equal(heed_backward(&c.a, &c.g, &c.x), HEED_OK);
+        assert_int_equal(allocations, before);
+        free(malloc(1));
+        assert_true(allocations > before || !"the counter counts");
+        case_free(&c);
+    }
+}
+#endif
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_workspace_is_linear_in_tokens),
+        cmocka_unit_test(one_byte_too_few_is_refused),
+#ifdef COUNTS_ALLOCATIONS
+        cmocka_unit_test(heed_allocates_nothing),
+#endif
+    };
+    return RUN_TESTS(tests);
+}
