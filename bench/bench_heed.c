@@ -93,7 +93,9 @@ static void store(const heed_tensor *t, size_t i, float f)
     else if (t->dtype == HEED_BF16)
         ((uint16_t *)t->data)[i] = (uint16_t)(bits >> 16);
     else
-        ((uint16_t *)t->data)[i] = f == 0 ? 0 : (uint16_t)((bits >> 16 & 0x8000u) | ((bits & 0x7FFFFFFFu) - (112u << 23)) >> 13);
+        ((uint16_t *)t->data)[i] = f == 0 ? 0
+                                          : (uint16_t)((bits >> 16 & 0x8000u) |
+                                                       ((bits & 0x7FFFFFFFu) - (112u << 23)) >> 13);
 }
 
 static double load(const heed_tensor *t, size_t i)

@@ -70,11 +70,15 @@ void rules_apply(const rules *r, heed_attention *a);
 typedef struct how {
     heed_backend backend;
     int backend_given;
-    const char *kernel;
+    const char *kernel; /* of one pass; the other one is free to choose */
     int threads;
 } how;
 extern const option_row how_rows[];
-heed_exec how_exec(const how *h);
+how how_default(void);
+heed_exec how_exec(const how *h, int backward, heed_dtype dtype);
+
+/* Takes HEED_KERNEL out of the environment, where it would also bind the reference, and makes it how_default()'s. */
+void how_environment(void);
 
 /* --shape, as often as wanted, and what differs from it. */
 typedef struct sizes {

@@ -2,7 +2,7 @@
  *
  * What error is fair? Rounding the inputs to their type already moves the exact result: a kernel cannot be blamed for
  * an error of that size. So the reference runs twice, on the inputs and on inputs nudged at random by one rounding
- * error, and a kernel may be off by a few times that distance, see allowed(), plus two roundings of the result itself;
+ * error, and a kernel may be off by a few times that distance, see allowed(), plus four roundings of the result itself;
  * both the largest and the RMS error count. This is a comparison with the problem's own sensitivity, so it needs no
  * constants for masks, bands or large scores. */
 #include "cli.h"
@@ -142,8 +142,8 @@ static void judge(score *s, const workload *w, const yardstick *y, const char *p
             continue;
         difference error = tensor_difference(got[i], want[i]), fair = tensor_difference(nudged[i], want[i]);
         double rounding = dtype_roundoff(got[i]->dtype), times = allowed(w);
-        double max_part = error.max / (times * fair.max + 2 * rounding * error.want_max + 1e-37);
-        double rms_part = error.rms / (times * fair.rms + 2 * rounding * error.want_rms + 1e-37);
+        double max_part = error.max / (times * fair.max + 4 * rounding * error.want_max + 1e-37);
+        double rms_part = error.rms / (times * fair.rms + 4 * rounding * error.want_rms + 1e-37);
         double part = fmax(max_part, rms_part);
         s->max = fmax(s->max, error.want_max > 0 ? error.max / error.want_max : error.max);
         s->rms = fmax(s->rms, error.want_rms > 0 ? error.rms / error.want_rms : error.rms);

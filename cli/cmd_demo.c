@@ -30,6 +30,12 @@ static generator generator_new(void)
     return g;
 }
 
+/* The problem, and how each pass is run. */
+typedef struct job {
+    workload w;
+    heed_exec pass[2];
+} job;
+
 static void fill(workload *w)
 {
     generator g = generator_new();
@@ -49,12 +55,24 @@ static void print_corner(const char *name, const heed_tensor *t)
     }
 }
 
-static int forward(void *w) { return workload_forward(w); }
-static int backward(void *w) { return workload_backward(w); }
-static int both(void *w)
+static int forward(void *argument)
 {
-    int status = forward(w);
-    return status ? status : backward(w);
+    job *j = argument;
+    workload_use(&j->w, &j->pass[0]);
+    return workload_forward(&j->w);
+}
+
+static int backward(void *argument)
+{
+    job *j = argument;
+    workload_use(&j->w, &j->pass[1]);
+    return workload_backward(&j->w);
+}
+
+static int both(void *argument)
+{
+    int status = forward(argument);
+    return status ? status : backward(argument);
 }
 
 /* The largest distance of any result from the reference in fp64; -1: it could not be computed. */
@@ -63,7 +81,7 @@ static double distance(const workload *w)
     workload twin;
     if (!workload_twin(&twin, w))
         return -1;
-    int failed = both(&twin);
+    int failed = workload_forward(&twin) || workload_backward(&twin);
     const heed_tensor *got[] = { &w->a.o, &w->g.d_q, &w->g.d_k, &w->g.d_v };
     const heed_tensor *want[] = { &twin.a.o, &twin.g.d_q, &twin.g.d_k, &twin.g.d_v };
     double worst = 0;
@@ -73,9 +91,10 @@ static double distance(const workload *w)
     return failed ? -1 : worst;
 }
 
-static int show(workload *w)
+static int show(job *j)
 {
-    heed_status status = (heed_status)both(w);
+    const workload *w = &j->w;
+    heed_status status = (heed_status)both(j);
     if (status)
         return complain_status(status);
     double worst = distance(w);
@@ -93,16 +112,16 @@ static int show(workload *w)
     return 0;
 }
 
-static void print_times(workload *w, double min_time)
+static void print_times(job *j, double min_time)
 {
     heed_device_info device;
     if (heed_device_at(HEED_CPU, 0, &device))
         return;
-    int threads = w->x.threads ? w->x.threads : device.threads;
+    int threads = j->pass[0].threads ? j->pass[0].threads : device.threads;
     printf("\n%s, %d thread%s\n", device.name, threads, threads == 1 ? "" : "s");
-    printf("  forward   %8.2f us\n", 1e6 * median_seconds(forward, w, min_time));
-    printf("  backward  %8.2f us\n", 1e6 * median_seconds(backward, w, min_time));
-    printf("  both      %8.2f us\n", 1e6 * median_seconds(both, w, min_time));
+    printf("  forward   %8.2f us\n", 1e6 * median_seconds(forward, j, min_time));
+    printf("  backward  %8.2f us\n", 1e6 * median_seconds(backward, j, min_time));
+    printf("  both      %8.2f us\n", 1e6 * median_seconds(both, j, min_time));
     if (heed_device_at(HEED_CUDA, 0, &device))
         printf("no CUDA device\n");
     else
@@ -122,21 +141,19 @@ int command_demo(int argc, char **argv)
                     "  heed demo --threads 1\n"
                     "  heed demo --backend reference\n",
     };
-    how h = { 0 };
+    how h = how_default();
     const option_group groups[] = { { "Options", how_rows, &h }, { 0 } };
     int code = options_parse(&m, groups, argc, argv);
     if (code >= 0)
         return code;
 
-    workload w;
-    if (!workload_new(&w, &(workload_spec){ .n = { 1, 1, 1, TOKENS, TOKENS, WIDTH, WIDTH } }))
+    job j = { .pass = { how_exec(&h, 0, HEED_F32), how_exec(&h, 1, HEED_F32) } };
+    if (!workload_new(&j.w, &(workload_spec){ .n = { 1, 1, 1, TOKENS, TOKENS, WIDTH, WIDTH } }))
         return complain(EXIT_FAILED, "no memory");
-    heed_exec x = how_exec(&h);
-    workload_use(&w, &x);
-    fill(&w);
-    code = show(&w);
+    fill(&j.w);
+    code = show(&j);
     if (!code)
-        print_times(&w, 0.2);
-    workload_free(&w);
+        print_times(&j, 0.2);
+    workload_free(&j.w);
     return code;
 }

@@ -103,9 +103,7 @@ static int explain(const answers *given)
     enum { ROOM = 1 << 16 };
     heed_attention a;
     heed_gradient g;
-    heed_exec x = how_exec(&given->h);
-    if (given->dtype == HEED_F64 && !given->h.backend_given)
-        x.backend = HEED_REFERENCE;
+    heed_exec x = how_exec(&given->h, given->backward, (heed_dtype)given->dtype);
     describe(given, &a, &g);
     char *text = calloc(1, ROOM);
     if (!text)
@@ -140,7 +138,7 @@ int command_explain(int argc, char **argv)
         { "json", 0, NULL, read_flag, offsetof(answers, json), "as JSON" },
         { NULL, 0, NULL, NULL, 0, NULL },
     };
-    answers given = { 0 };
+    answers given = { .h = how_default() };
     const option_group groups[] = {
         { "Options", rows, &given },        { "Sizes", size_rows, &given.shapes },
         { "Problem", rule_rows, &given.r }, { "Execution", how_rows, &given.h }, { 0 },

@@ -158,12 +158,13 @@ static int convert_all(job *j)
 }
 
 /* What heed says of q, k and v, before memory for results is asked for: with an empty k, v can claim any width. */
-static int check_sizes(job *j, const heed_exec *x)
+static int check_sizes(job *j)
 {
+    heed_exec x = how_exec(&j->given->h, 0, j->dtype);
     heed_attention a = { .q = rows_view(j, &j->in[Q]), .k = rows_view(j, &j->in[K]), .v = rows_view(j, &j->in[V]) };
     a.o = (heed_tensor){ .dtype = j->dtype, .shape = { a.q.shape[0], a.q.shape[1], a.q.shape[2], a.v.shape[3] } };
     char text[1];
-    heed_status status = heed_explain(&a, NULL, x, NULL, text, sizeof text);
+    heed_status status = heed_explain(&a, NULL, &x, NULL, text, sizeof text);
     return status ? complain_status(status) : 0;
 }
 
@@ -255,23 +256,25 @@ static int write_all(const job *j)
 
 /* ---- The command ------------------------------------------------------------------------------------------------ */
 
-static int compute(job *j, heed_exec x)
+/* One pass; g == NULL: the forward. */
+static int compute_pass(const job *j, const heed_gradient *g)
 {
-    size_t forward_bytes, backward_bytes = 0;
-    heed_status status = heed_workspace_size(&j->a, NULL, &x, &forward_bytes);
-    if (!status && j->in[D_O].data)
-        status = heed_workspace_size(&j->a, &j->g, &x, &backward_bytes);
+    heed_exec x = how_exec(&j->given->h, g != NULL, j->dtype);
+    heed_status status = heed_workspace_size(&j->a, g, &x, &x.workspace_bytes);
     if (status)
         return complain_status(status);
-    x.workspace_bytes = ((forward_bytes > backward_bytes ? forward_bytes : backward_bytes) + 127) / 64 * 64;
-    x.workspace = aligned_alloc(64, x.workspace_bytes);
-    if (!x.workspace)
+    x.workspace_bytes = (x.workspace_bytes + 127) / 64 * 64; /* never 0 */
+    if (!(x.workspace = aligned_alloc(64, x.workspace_bytes)))
         return complain(EXIT_FAILED, "no memory for a workspace of %zu bytes", x.workspace_bytes);
-    status = heed_forward(&j->a, &x);
-    if (!status && j->in[D_O].data)
-        status = heed_backward(&j->a, &j->g, &x);
+    status = g ? heed_backward(&j->a, g, &x) : heed_forward(&j->a, &x);
     free(x.workspace);
     return status ? complain_status(status) : 0;
+}
+
+static int compute(const job *j)
+{
+    int code = compute_pass(j, NULL);
+    return code || !j->in[D_O].data ? code : compute_pass(j, &j->g);
 }
 
 static int check_usage(const answers *given)
@@ -344,7 +347,7 @@ int command_run(int argc, char **argv)
                     "  heed run -q q.npy -k k.npy -v v.npy -o o.npy --layout bshd --window 256,0 --dtype bf16\n"
                     "  heed run -q q.npy -k k.npy -v v.npy -o exact.npy --backend reference\n",
     };
-    answers given = { .dtype = -1 };
+    answers given = { .dtype = -1, .h = how_default() };
     const option_group groups[] = {
         { "Inputs", input_rows, &given }, { "Results", output_rows, &given },
         { "Problem", rule_rows, &given.r }, { "Execution", how_rows, &given.h }, { 0 },
@@ -357,12 +360,9 @@ int command_run(int argc, char **argv)
 
     job j = { .given = &given };
     if (!(code = load_all(&j)) && !(code = convert_all(&j))) {
-        heed_exec x = how_exec(&given.h);
-        if (j.dtype == HEED_F64 && !given.h.backend_given)
-            x.backend = HEED_REFERENCE; /* the one that has fp64 */
-        if (!(code = check_sizes(&j, &x)) && !(code = allocate_outputs(&j))) {
+        if (!(code = check_sizes(&j)) && !(code = allocate_outputs(&j))) {
             connect(&j);
-            if (!(code = compute(&j, x)))
+            if (!(code = compute(&j)))
                 code = write_all(&j);
         }
     }

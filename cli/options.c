@@ -283,14 +283,40 @@ void rules_apply(const rules *r, heed_attention *a)
 
 const option_row how_rows[] = {
     { "backend", 0, "NAME", read_backend, 0, "cpu (default) or reference: plain loops in double" },
-    { "kernel", 0, "NAME", read_text, offsetof(how, kernel), "force this kernel; heed info lists them" },
+    { "kernel", 0, "NAME", read_text, offsetof(how, kernel), "force this kernel for its pass; heed info lists them" },
     { "threads", 0, "N", read_int, offsetof(how, threads), "at most N threads; default: OMP_NUM_THREADS, or all" },
     { NULL, 0, NULL, NULL, 0, NULL },
 };
 
-heed_exec how_exec(const how *h)
+static char environment_kernel[128];
+
+void how_environment(void)
 {
-    return (heed_exec){ .backend = h->backend, .kernel = h->kernel, .threads = h->threads };
+    const char *kernel = getenv("HEED_KERNEL");
+    if (kernel)
+        snprintf(environment_kernel, sizeof environment_kernel, "%s", kernel);
+    unsetenv("HEED_KERNEL");
+}
+
+how how_default(void)
+{
+    return (how){ .kernel = *environment_kernel ? environment_kernel : NULL };
+}
+
+/* A kernel's name says its pass and backend; a name that is not in the table is left for heed to complain about. fp64
+ * is the reference's alone. */
+heed_exec how_exec(const how *h, int backward, heed_dtype dtype)
+{
+    heed_exec x = { .backend = h->backend, .kernel = h->kernel, .threads = h->threads };
+    if (dtype == HEED_F64 && !h->backend_given)
+        x.backend = HEED_REFERENCE;
+    heed_kernel_info k;
+    for (int i = 0; h->kernel && !heed_kernel_at(i, &k); i++)
+        if (!strcmp(k.name, h->kernel)) {
+            x.kernel = k.backward == backward ? h->kernel : NULL;
+            x.backend = h->backend_given ? h->backend : k.backend;
+        }
+    return x;
 }
 
 /* ---- Sizes ------------------------------------------------------------------------------------------------------ */

@@ -40,8 +40,9 @@ static float any_float(reader *r)
 
 static int64_t any_size(reader *r)
 {
-    static const int64_t hostile[] = { 0, 1, -1, 2, 512, 513, INT32_MAX, INT64_C(1) << 32, INT64_C(1) << 61, INT64_MAX,
-                                       INT64_MIN, INT64_MIN + 1 };
+    static const int64_t hostile[] = {
+        0, 1, -1, 2, 512, 513, INT32_MAX, INT64_C(1) << 32, INT64_C(1) << 61, INT64_MAX, INT64_MIN, INT64_MIN + 1
+    };
     int n = below(r, 16);
     return n < 12 ? hostile[n] : (int8_t)byte(r);
 }
@@ -64,58 +65,63 @@ typedef struct call {
 
 static int is_output(int t) { return t == O || t == LSE || t >= D_Q; }
 
-static void shape(call *c, int t, heed_dtype dtype, int64_t b, int64_t h, int64_t rows, int64_t columns)
+static void shape(call *c, int present, int t, heed_dtype dtype, int64_t b, int64_t h, int64_t rows, int64_t columns)
 {
-    *c->tensor[t] = (heed_tensor){ .data = c, .dtype = dtype, .shape = { b, h, rows, columns } };
+    if (present)
+        *c->tensor[t] = (heed_tensor){ .data = c, .dtype = dtype, .shape = { b, h, rows, columns } };
 }
 
-static void legal_problem(call *c, reader *r)
+static void legal_tensors(call *c, reader *r, unsigned with)
 {
-    heed_attention *a = &c->a;
-    heed_gradient *g = &c->g;
-    heed_tensor *all[TENSORS] = { &a->q,   &a->k,     &a->v,     &a->o,   &a->lse, &a->mask, &a->bias,   &a->alibi,  &a->sink,
-                                  &g->d_o, &g->d_lse, &g->delta, &g->d_q, &g->d_k, &g->d_v,  &g->d_bias, &g->d_sink };
-    memcpy(c->tensor, all, sizeof all);
-
     int64_t B = 1 + below(r, 3), Hk = 1 + below(r, 2), Hq = Hk * (1 + below(r, 3)), Sq = below(r, 9), Sk = below(r, 17);
     int64_t D = 1 + below(r, 40), Dv = 1 + below(r, 40);
-    heed_dtype type = (heed_dtype)below(r, 3);
-    unsigned with = (unsigned)word(r, 3);
+    heed_dtype type = (heed_dtype)below(r, 3), result = with & 2 ? HEED_F32 : type;
+    shape(c, 1, Q, type, B, Hq, Sq, D);
+    shape(c, 1, K, type, B, Hk, Sk, D);
+    shape(c, 1, V, type, B, Hk, Sk, Dv);
+    shape(c, 1, O, result, B, Hq, Sq, Dv);
+    shape(c, with & (1 | 4), LSE, HEED_F32, B, Hq, Sq, 1);
+    shape(c, with & 8, MASK, HEED_BOOL, B, 1, Sq, Sk);
+    shape(c, with & 16, BIAS, HEED_F32, 1, Hq, Sq, Sk);
+    shape(c, with & 32, ALIBI, HEED_F32, 1, Hq, 1, 1);
+    shape(c, with & 64, SINK, HEED_F32, 1, Hq, 1, 1);
     c->backward = with & 1;
-    shape(c, Q, type, B, Hq, Sq, D);
-    shape(c, K, type, B, Hk, Sk, D);
-    shape(c, V, type, B, Hk, Sk, Dv);
-    shape(c, O, with & 2 ? HEED_F32 : type, B, Hq, Sq, Dv);
-    if (with & 4 || c->backward) shape(c, LSE, HEED_F32, B, Hq, Sq, 1);
-    if (with & 8) shape(c, MASK, HEED_BOOL, B, 1, Sq, Sk);
-    if (with & 16) shape(c, BIAS, HEED_F32, 1, Hq, Sq, Sk);
-    if (with & 32) shape(c, ALIBI, HEED_F32, 1, Hq, 1, 1);
-    if (with & 64) shape(c, SINK, HEED_F32, 1, Hq, 1, 1);
-    if (c->backward) {
-        shape(c, D_O, a->o.dtype, B, Hq, Sq, Dv);
-        if (with & 128) shape(c, D_LSE, HEED_F32, B, Hq, Sq, 1);
-        if (with & 256) shape(c, D_Q, type, B, Hq, Sq, D);
-        if (with & 512) shape(c, D_K, type, B, Hk, Sk, D);
-        if (with & 1024) shape(c, D_V, HEED_F32, B, Hk, Sk, Dv);
-        if (with & 2048 && with & 16) shape(c, D_BIAS, HEED_F32, 1, Hq, Sq, Sk);
-        if (with & 4096 && with & 64) shape(c, D_SINK, HEED_F32, 1, Hq, 1, 1);
-    }
+    if (!c->backward)
+        return;
+    shape(c, 1, D_O, result, B, Hq, Sq, Dv);
+    shape(c, with & 128, D_LSE, HEED_F32, B, Hq, Sq, 1);
+    shape(c, with & 256, D_Q, type, B, Hq, Sq, D);
+    shape(c, with & 512, D_K, type, B, Hk, Sk, D);
+    shape(c, with & 1024, D_V, HEED_F32, B, Hk, Sk, Dv);
+    shape(c, (with & 2048) && (with & 16), D_BIAS, HEED_F32, 1, Hq, Sq, Sk);
+    shape(c, (with & 4096) && (with & 64), D_SINK, HEED_F32, 1, Hq, 1, 1);
+}
+
+static void legal_rules(call *c, reader *r, unsigned with)
+{
+    heed_attention *a = &c->a;
     a->causal = with >> 13 & 1;
     a->align = (heed_align)(with >> 14 & 1);
-    if (with & 1 << 15) a->windowed = 1, a->window_left = below(r, 6) - 1, a->window_right = below(r, 6) - 1;
-    if (with & 1 << 16) a->key_stride = 1 + below(r, 5);
-    if (with & 1 << 17) a->softcap = 2;
-    if (with & 1 << 18) a->dropout = 0.25f, a->dropout_seed = byte(r);
+    if (with & 1 << 15)
+        a->windowed = 1, a->window_left = below(r, 6) - 1, a->window_right = below(r, 6) - 1;
+    if (with & 1 << 16)
+        a->key_stride = 1 + below(r, 5);
+    if (with & 1 << 17)
+        a->softcap = 2;
+    if (with & 1 << 18)
+        a->dropout = 0.25f, a->dropout_seed = byte(r);
     for (int i = 0; i < 4; i++)
         for (int n = 0; n <= MAX_SEQUENCES; n++)
             c->numbers[i][n] = with & 1 << 22 ? (int32_t)any_size(r) : below(r, 20);
     for (int n = 0; n < MAX_TABLE; n++)
         c->table[n] = below(r, 5) - 1;
-    if (with & 1 << 19) a->lengths_q = c->numbers[0];
-    if (with & 1 << 20) a->lengths_k = c->numbers[1];
+    if (with & 1 << 19)
+        a->lengths_q = c->numbers[0];
+    if (with & 1 << 20)
+        a->lengths_k = c->numbers[1];
     if (with & 1 << 21) {
         a->offsets_q = c->numbers[2], a->offsets_k = c->numbers[3];
-        a->sequences = below(r, 4), a->max_rows = Sq, a->max_keys = Sk;
+        a->sequences = below(r, 4), a->max_rows = a->q.shape[2], a->max_keys = a->k.shape[2];
     }
     if (with & 1 << 23) {
         a->block_table = c->table;
@@ -124,20 +130,40 @@ static void legal_problem(call *c, reader *r)
     c->x.threads = 1;
 }
 
+static void legal_problem(call *c, reader *r)
+{
+    heed_attention *a = &c->a;
+    heed_gradient *g = &c->g;
+    heed_tensor *all[TENSORS] = { &a->q,    &a->k,     &a->v,    &a->o,      &a->lse,   &a->mask,
+                                  &a->bias, &a->alibi, &a->sink, &g->d_o,    &g->d_lse, &g->delta,
+                                  &g->d_q,  &g->d_k,   &g->d_v,  &g->d_bias, &g->d_sink };
+    memcpy(c->tensor, all, sizeof all);
+    unsigned with = (unsigned)word(r, 3);
+    legal_tensors(c, r, with);
+    legal_rules(c, r, with);
+}
+
 /* One field, one value that nobody expects there. */
 static void edit(call *c, reader *r)
 {
-    static const char *const kernels[] = { "forward_cpu_plain_f32", "backward_cpu_plain_f32", "forward_reference_bf16",
-                                           "forward_cpu_avx2_f16", "backward_reference_f32", "", "%s%n" };
+    static const char *const kernels[] = { "forward_cpu_plain_f32",
+                                           "backward_cpu_plain_f32",
+                                           "forward_reference_bf16",
+                                           "forward_cpu_avx2_f16",
+                                           "backward_reference_f32",
+                                           "",
+                                           "%s%n" };
     heed_attention *a = &c->a;
-    int64_t *sizes[] = { &a->window_left, &a->window_right, &a->query_position, &a->key_position, &a->query_step,
-                         &a->key_step, &a->key_stride, &a->sequences, &a->max_rows, &a->max_keys,
-                         &a->block_table_stride, &a->block_table_columns };
+    int64_t *sizes[] = { &a->window_left, &a->window_right, &a->query_position,     &a->key_position,
+                         &a->query_step,  &a->key_step,     &a->key_stride,         &a->sequences,
+                         &a->max_rows,    &a->max_keys,     &a->block_table_stride, &a->block_table_columns };
     heed_tensor *t = c->tensor[below(r, TENSORS)];
     switch (below(r, 16)) {
     case 0: t->dtype = (heed_dtype)(int8_t)byte(r); break;
-    case 1: case 2: t->shape[below(r, 4)] = any_size(r); break;
-    case 3: case 4: t->stride[below(r, 4)] = any_size(r); break;
+    case 1:
+    case 2: t->shape[below(r, 4)] = any_size(r); break;
+    case 3:
+    case 4: t->stride[below(r, 4)] = any_size(r); break;
     case 5: t->data = NULL; break;
     case 6: c->misplaced[below(r, TENSORS)] = below(r, 16); break;
     case 7: *t = *c->tensor[below(r, TENSORS)]; break;
@@ -159,7 +185,8 @@ static size_t dtype_bytes(heed_dtype dtype)
     switch (dtype) {
     case HEED_F64: return 8;
     case HEED_F32: return 4;
-    case HEED_F16: case HEED_BF16: return 2;
+    case HEED_F16:
+    case HEED_BF16: return 2;
     case HEED_BOOL: return 1;
     }
     return 0;
@@ -217,7 +244,8 @@ static void place(call *c)
     int64_t step = a->block_table_stride, columns = a->block_table_columns;
     if (work > MAX_WORK || !within(B, MAX_SEQUENCES) || a->max_rows > MAX_WORK || a->max_keys > MAX_WORK)
         c->runnable = 0;
-    else if (a->block_table && (!within(step, MAX_TABLE) || !within(columns, MAX_TABLE) || B * step + columns > MAX_TABLE))
+    else if (a->block_table &&
+             (!within(step, MAX_TABLE) || !within(columns, MAX_TABLE) || B * step + columns > MAX_TABLE))
         c->runnable = 0;
     if (c->x.backend == HEED_CUDA)
         c->runnable = 0;

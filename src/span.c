@@ -87,8 +87,9 @@ void heed_span_of(const heed_problem *p, int64_t b, heed_span *s)
         s->keys = (length - 1 - first) / s->col_step + 1;
     }
     s->r0 = r_first + s->col * r_each;
-    if (__builtin_mul_overflow(s->col_step, r_each, &s->r_step))
-        s->r_step = INT64_MAX; /* then there is one key at most: check.c keeps positions within 2^61 */
+    if (s->keys < 2)
+        s->col_step = 1; /* a step that is never taken may be too large to be multiplied by anything */
+    s->r_step = s->col_step * r_each;
 }
 
 void heed_band(const heed_problem *p, const heed_span *s, int64_t i, int64_t *first, int64_t *last)

@@ -27,7 +27,7 @@ typedef struct head {
 
 static double rounded(const plain *n, double x)
 {
-    unsigned char element[8];
+    _Alignas(8) unsigned char element[8];
     if (n->dtype == HEED_F64)
         return x;
     heed_store(element, HEED_F32, 0, x);

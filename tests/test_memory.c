@@ -16,10 +16,9 @@ static size_t workspace_of(const heed_kernel_info *kernel, case_shape shape)
 TEST(the_workspace_is_linear_in_tokens)
 {
     for_each_kernel(EITHER_PASS, kernel) {
-        size_t small = workspace_of(&kernel, (case_shape){ .B = 2, .Hq = 4, .Hk = 2, .Sq = 4096, .D = 16 });
-        size_t large = workspace_of(&kernel, (case_shape){ .B = 2, .Hq = 4, .Hk = 2, .Sq = 16384, .D = 16 });
+        size_t small = workspace_of(&kernel, (case_shape){ .Hq = 2, .Hk = 1, .Sq = 1024, .D = 16 });
+        size_t large = workspace_of(&kernel, (case_shape){ .Hq = 2, .Hk = 1, .Sq = 4096, .D = 16 });
         assert_true(large <= 4 * small + 4096);
-        assert_true(large <= (size_t)2 * 16384 * (4 * 48 + 2 * 48) * sizeof(double));
     }
 }
 

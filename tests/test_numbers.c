@@ -3,12 +3,16 @@
 
 static uint16_t narrow(heed_dtype dtype, double x)
 {
-    uint16_t bits;
-    heed_store(&bits, dtype, 0, x);
-    return bits;
+    _Alignas(8) uint16_t memory[4] = { 0 };
+    heed_store(memory, dtype, 0, x);
+    return memory[0];
 }
 
-static double widen(heed_dtype dtype, uint16_t bits) { return heed_load(&bits, dtype, 0); }
+static double widen(heed_dtype dtype, uint16_t bits)
+{
+    _Alignas(8) uint16_t memory[4] = { bits };
+    return heed_load(memory, dtype, 0);
+}
 
 static const struct {
     heed_dtype dtype;

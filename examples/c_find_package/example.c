@@ -8,8 +8,10 @@ int main(void)
     float q[2][2] = { { 1, 0 }, { 0, 1 } }, k[3][2] = { { 1, 0 }, { 0, 1 }, { 1, 1 } }, o[2][1];
     float v[3][1] = { { 1 }, { 2 }, { 3 } };
     heed_attention a = {
-        .q = { .data = q, .shape = { 1, 1, 2, 2 } }, .k = { .data = k, .shape = { 1, 1, 3, 2 } },
-        .v = { .data = v, .shape = { 1, 1, 3, 1 } }, .o = { .data = o, .shape = { 1, 1, 2, 1 } },
+        .q = { .data = q, .shape = { 1, 1, 2, 2 } },
+        .k = { .data = k, .shape = { 1, 1, 3, 2 } },
+        .v = { .data = v, .shape = { 1, 1, 3, 1 } },
+        .o = { .data = o, .shape = { 1, 1, 2, 1 } },
         .causal = 1,
     };
     heed_exec x = { .backend = HEED_CPU };

@@ -1,8 +1,11 @@
 /* Backward attention on the CPU. P is computed again from Q, K and lse. An item of work is a block of KB keys of one key
  * head, which owns its rows of dK and dV; it walks over the blocks of BQ rows of all query heads of the group:
  *
- *     S = Q K^T   dP = dO V^T   P = exp(S - lse)   dS = P (dP - delta)      tile by tile of rows, while they are hot
+ *     S = Q K^T   dP = dO V^T   P = exp(S - lse)   dS = scale P (dP - delta)      tile by tile, while they are hot
  *     dV += P^T dO   dK += dS^T Q   dQ += dS K
+ *
+ * Floats are read, and sums kept, where they lie in the caller's tensors if rows are whole vectors; only K^T and V^T
+ * are packed then.
  *
  * dQ of a block of rows is summed over the blocks of keys in ascending order: each block of rows has a turn counter, and
  * an item waits until the blocks before its own have added theirs. Items are handed out in that order, so the one that
@@ -12,11 +15,13 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-#define BQ (56 / MR * MR)
+#define BQ 128        /* rows in a block, at most */
 #define LDB (BC + 16) /* floats from row to row of P and dS */
 
 typedef struct backward_layout {
-    int64_t keys, key_block, key_blocks, row_blocks;
+    int64_t keys, key_block, key_blocks;
+    int64_t block, row_blocks;    /* rows in a block, BQ at most */
+    int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place;
     int64_t ldq, ldv;             /* units in a row of Q; of dO */
     int64_t wide, wide_v;         /* columns of D and Dv, padded */
     size_t delta, turns, bounds;  /* [B][Hq][Sq]; [B][Hq][row_blocks]; [B][row_blocks] */
@@ -35,17 +40,21 @@ typedef struct row_bounds {
 typedef struct backward_run {
     job j;
     backward_layout f;
-    float dk_scale; /* what the sums of dK still lack: Q is scaled as it is copied, or with HEED_DOT is not */
 } backward_run;
 
 static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *plan)
 {
     backward_layout f = { .keys = p->Sk };
     if (p->a.align != HEED_ALIGN_POSITION)
-        f.keys = (p->Sk + p->a.key_stride - 1) / p->a.key_stride;
-    f.key_block = HEED_MAX(p->D, p->Dv) <= 128 ? BC : BC / 2; /* K, V, dK and dV of a block stay in the second cache */
+        f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
+    f.key_block = BC;
     f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
     f.row_blocks = (p->Sq + BQ - 1) / BQ;
+    f.block = f.row_blocks ? (p->Sq + f.row_blocks - 1) / f.row_blocks : 0;
+    f.q_in_place = usable_in_place(p, &p->a.q, p->D), f.o_in_place = usable_in_place(p, &p->g.d_o, p->Dv);
+    f.k_in_place = usable_in_place(p, &p->a.k, p->D), f.dq_in_place = usable_in_place(p, &p->g.d_q, p->D);
+    f.dk_in_place = p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D);
+    f.dv_in_place = p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv);
     f.wide = round_up(p->D, W), f.wide_v = round_up(p->Dv, W);
     f.ldq = units_of(p->D) + W, f.ldv = units_of(p->Dv) + W;
 
@@ -54,7 +63,7 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.turns = take(&used, p->B * p->Hq * f.row_blocks);
     f.bounds = take(&used, p->B * f.row_blocks * (int64_t)(sizeof(row_bounds) / sizeof(float)));
     f.dq = used;
-    if (p->g.d_q.data)
+    if (p->g.d_q.data && !f.dq_in_place)
         take(&used, p->B * p->Hq * p->Sq * f.wide);
 
     f.bias = used;
@@ -65,11 +74,11 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.kt = take(&s, panels_size(kb, p->D)), f.vt = take(&s, panels_size(kb, p->Dv));
     f.ks = take(&s, kb / PER_UNIT * f.wide);
     f.dk = take(&s, kb * f.wide), f.dv = take(&s, kb * f.wide_v);
-    f.q = take(&s, BQ * f.ldq), f.d_o = take(&s, BQ * f.ldv);
-    f.p = take(&s, BQ * LDB), f.ds = take(&s, BQ * LDB);
+    f.q = take(&s, f.block * f.ldq), f.d_o = take(&s, f.block * f.ldv);
+    f.p = take(&s, f.block * LDB), f.ds = take(&s, f.block * LDB);
+    f.qs = take(&s, f.block * f.wide), f.dos = take(&s, f.block * f.wide_v);
 #if HEED_DOT
-    f.qs = take(&s, BQ / 2 * f.wide), f.dos = take(&s, BQ / 2 * f.wide_v);
-    f.pz = take(&s, BQ / 2 * LDB), f.dsz = take(&s, BQ / 2 * LDB);
+    f.pz = take(&s, (f.block + 1) / 2 * LDB), f.dsz = take(&s, (f.block + 1) / 2 * LDB);
 #endif
     f.scratch = used, f.scratch_stride = s;
     f.bytes = used + s * (size_t)plan->threads;
@@ -85,10 +94,13 @@ typedef struct backward_block {
     int finite, keys_finite;
     query row[BQ];
     float lse[BQ], delta[BQ];
-    float *Kt, *Vt, *Ks, *dK, *dV, *Q, *dO, *Qs, *dOs, *P, *dS, *Pz, *dSz;
+    left Q, dO;
+    right Q_rows, dO_rows, K_rows; /* as right factors */
+    float *dK, *dV, *dQ;           /* sums, from key n0 and row i0 on */
+    int64_t ld_dk, ld_dv, ld_dq;
+    float *P, *dS;
+    float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *Pz, *dSz; /* room for what cannot be used in place */
 } backward_block;
-
-static const float ones[] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 }; /* keep all MR rows of a tile */
 
 static int rows_are_finite(const source *x, int64_t first, int64_t last)
 {
@@ -103,9 +115,9 @@ static void load_keys(backward_block *b, int64_t n0, int64_t n1)
     const heed_problem *p = b->x->j.p;
     source k = { p, &b->span, &p->a.k, b->hk, p->D, 1 }, v = { p, &b->span, &p->a.v, b->hk, p->Dv, 1 };
     b->n0 = n0, b->n1 = n1;
-    pack_panels(b->Kt - n0 / PANEL * PANEL * units_of(p->D), &k, n0, n1);
-    pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv), &v, n0, n1);
-    pack_stacked(b->Ks, &k, n0, n1, b->x->f.wide);
+    pack_panels(b->Kt - n0 / PANEL * PANEL * units_of(p->D), &k, n0, n1, b->x->j.k_scale);
+    pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv), &v, n0, n1, 1);
+    b->K_rows = right_rows(&k, n0, n1, b->Ks, b->x->f.wide, b->x->f.k_in_place);
     b->keys_finite = !b->x->j.partial || (rows_are_finite(&k, n0, n1) && rows_are_finite(&v, n0, n1));
 }
 
@@ -116,7 +128,7 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
     source q = { p, &b->span, &p->a.q, h, p->D, 0 }, d_o = { p, &b->span, &p->g.d_o, h, p->Dv, 0 };
     const float *delta = at_bytes(&b->x->j, b->x->f.delta) + (b->span.b * p->Hq + h) * p->Sq + i0;
     b->h = h, b->i0 = i0;
-    b->rows = HEED_MIN(BQ, b->span.rows - i0);
+    b->rows = HEED_MIN(b->x->f.block, b->span.rows - i0);
     b->tiles = tile_count(b->rows);
     b->finite = 1;
     for (int64_t r = 0; r < b->rows; r++) {
@@ -129,18 +141,17 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
             b->lse[r] = INFINITY, b->row[r].last = b->row[r].first;
         else if (b->lse[r] - b->lse[r] != 0 || b->delta[r] - b->delta[r] != 0)
             b->finite = 0;
-        unit_row(b->Q + r * b->x->f.ldq, &q, i, b->x->j.q_scale);
-        unit_row(b->dO + r * b->x->f.ldv, &d_o, i, 1);
     }
-#if HEED_DOT
-    pack_stacked(b->Qs, &q, i0, i0 + b->rows, b->x->f.wide);
-    pack_stacked(b->dOs, &d_o, i0, i0 + b->rows, b->x->f.wide_v);
-#endif
+    b->Q = left_rows(&q, i0, i0 + b->rows, b->Qu, b->x->f.ldq);
+    b->dO = left_rows(&d_o, i0, i0 + b->rows, b->dOu, b->x->f.ldv);
+    b->Q_rows = right_rows(&q, i0, i0 + b->rows, b->Qs, b->x->f.wide, b->x->f.q_in_place);
+    b->dO_rows = right_rows(&d_o, i0, i0 + b->rows, b->dOs, b->x->f.wide_v, b->x->f.o_in_place);
     if (b->x->j.partial && b->finite)
         b->finite = rows_are_finite(&q, i0, i0 + b->rows) && rows_are_finite(&d_o, i0, i0 + b->rows);
 }
 
-/* Row r: from products S and dP to P and dS, columns [from, to). In `bias`, where wanted, dS before the softcap. */
+/* Row r: from products S and dP to P and scale dS, columns [from, to). In `bias`, where wanted: dS before scale and
+ * softcap. */
 static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to, int whole, float *bias)
 {
     const job *j = &b->x->j;
@@ -152,19 +163,19 @@ static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to,
     for (int64_t c = from; bias && c < to; c++)
         hidden[c] = s[c] == -INFINITY;
     vec scale = vec_set1(j->changes ? 1 : j->s_scale), log2e = vec_set1(LOG2E);
-    vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]);
+    vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]), ds_scale = vec_set1(bias ? 1 : j->p->a.scale);
     if (j->p->drop_below) {
         float keep[BC];
         keep_row(j, &b->span, b->row[r], keep, b->n0, from, to);
         for (int64_t c = from; c < to; c += W) {
             vec p = vec_exp2(vec_mul(vec_fma(vec_load(s + c), scale, lse), log2e)), k = vec_load(keep + c);
-            vec_store(ds + c, vec_mul(p, vec_sub(vec_mul(vec_load(ds + c), k), delta)));
+            vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_mul(vec_load(ds + c), k), delta)));
             vec_store(s + c, vec_mul(p, k));
         }
     } else
         for (int64_t c = from; c < to; c += W) {
             vec p = vec_exp2(vec_mul(vec_fma(vec_load(s + c), scale, lse), log2e));
-            vec_store(ds + c, vec_mul(p, vec_sub(vec_load(ds + c), delta)));
+            vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_load(ds + c), delta)));
             vec_store(s + c, p);
         }
     for (int64_t c = from; bias && c < to; c++)
@@ -195,7 +206,6 @@ static int columns_seen(const backward_block *b, int64_t r0, int64_t rows, int64
 /* P and dS of the block, zero where a row sees nothing. */
 static void score_rows(backward_block *b, int64_t t, float *bias)
 {
-    const backward_layout *f = &b->x->f;
     const heed_problem *p = b->x->j.p;
     int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
     int64_t first, last, from = 0, to = 0, columns = round_up(b->n1 - b->n0, W);
@@ -203,9 +213,9 @@ static void score_rows(backward_block *b, int64_t t, float *bias)
     if (columns_seen(b, r0, rows, &first, &last, &whole)) {
         from = first / PANEL * PANEL, to = round_up(last, W);
         int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL, vecs = (to - from) / W;
-        multiply(b->P + r0 * LDB + from, LDB, (left){ b->Q + r0 * f->ldq, f->ldq, 0 },
+        multiply(b->P + r0 * LDB + from, LDB, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
                  (right){ b->Kt + from / PANEL * ku, PANEL, ku }, rows, vecs, (p->D + PER_UNIT - 1) / PER_UNIT, NULL);
-        multiply(b->dS + r0 * LDB + from, LDB, (left){ b->dO + r0 * f->ldv, f->ldv, 0 },
+        multiply(b->dS + r0 * LDB + from, LDB, (left){ b->dO.data + r0 * b->dO.ld, b->dO.ld, 0 },
                  (right){ b->Vt + from / PANEL * vu, PANEL, vu }, rows, vecs, (p->Dv + PER_UNIT - 1) / PER_UNIT, NULL);
     }
     for (int64_t r = r0; r < r0 + rows; r++) {
@@ -246,14 +256,9 @@ static void weights_to_units(backward_block *b)
 static void add_to_keys(backward_block *b)
 {
     const backward_layout *f = &b->x->f;
+    const float *P = HEED_DOT ? b->Pz : b->P, *dS = HEED_DOT ? b->dSz : b->dS;
     int64_t keys = b->n1 - b->n0, count = tile_count(keys);
-#if HEED_DOT
-    const float *P = b->Pz, *dS = b->dSz;
-    right Q = { b->Qs, f->wide, PANEL }, dO = { b->dOs, f->wide_v, PANEL };
-#else
-    const float *P = b->P, *dS = b->dS;
-    right Q = { b->Q, f->ldq, PANEL }, dO = { b->dO, f->ldv, PANEL };
-#endif
+    right Q = b->Q_rows, dO = b->dO_rows;
     for (int64_t t = 0; t < count; t++) {
         int64_t c = tile_begin(keys, count, t), R = tile_begin(keys, count, t + 1) - c, first = 0, last = b->rows;
         while (first < last && (b->row[first].last <= b->n0 + c || b->row[first].first >= b->n0 + c + R))
@@ -263,15 +268,15 @@ static void add_to_keys(backward_block *b)
         int64_t k = first / PER_UNIT, units = (last + PER_UNIT - 1) / PER_UNIT - k;
         if (units <= 0)
             continue;
-        multiply(b->dV + c * f->wide_v, f->wide_v, (left){ P + k * LDB + c, LDB, 1 },
-                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, ones);
-        multiply(b->dK + c * f->wide, f->wide, (left){ dS + k * LDB + c, LDB, 1 },
-                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, ones);
+        multiply(b->dV + c * b->ld_dv, b->ld_dv, (left){ P + k * LDB + c, LDB, 1 },
+                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, keep_all);
+        multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDB + c, LDB, 1 },
+                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, keep_all);
     }
 }
 
-/* dQ += dS K; the first block of keys writes, the others add. */
-static void add_to_rows(backward_block *b, float *dq, int is_first)
+/* dQ = dS K, or dQ += dS K. */
+static void add_to_rows(backward_block *b, int add)
 {
     const backward_layout *f = &b->x->f;
     for (int64_t t = 0; t < b->tiles; t++) {
@@ -279,29 +284,29 @@ static void add_to_rows(backward_block *b, float *dq, int is_first)
         int whole;
         if (columns_seen(b, r0, rows, &first, &last, &whole)) {
             int64_t k = first / PER_UNIT;
-            multiply(dq + r0 * f->wide, f->wide, (left){ b->dS + r0 * LDB + k, LDB, 0 },
-                     (right){ b->Ks + k * f->wide, f->wide, PANEL }, rows, f->wide / W,
-                     (last + PER_UNIT - 1) / PER_UNIT - k, is_first ? NULL : ones);
-        } else if (is_first)
-            memset(dq + r0 * f->wide, 0, (size_t)(rows * f->wide) * sizeof(float));
+            multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ b->dS + r0 * LDB + k, LDB, 0 },
+                     (right){ b->K_rows.data + k * b->K_rows.ld, b->K_rows.ld, PANEL }, rows, f->wide / W,
+                     (last + PER_UNIT - 1) / PER_UNIT - k, add ? keep_all : NULL);
+        } else if (!add)
+            for (int64_t r = r0; r < r0 + rows; r++)
+                memset(b->dQ + r * b->ld_dq, 0, (size_t)f->wide * sizeof(float));
     }
 }
 
 /* The same for a block in which something is not finite and not every row sees every key: pair by pair, so that a NaN
  * reaches only what depends on it. Slow, and rare. */
-static void add_seen_pairs(backward_block *b, float *dq, int is_first)
+static void add_seen_pairs(backward_block *b, int add)
 {
     const job *j = &b->x->j;
     const heed_problem *p = j->p;
-    const backward_layout *f = &b->x->f;
     float q[HEED_MAX_HEAD_DIM], d_o[HEED_MAX_HEAD_DIM], k[HEED_MAX_HEAD_DIM], v[HEED_MAX_HEAD_DIM];
     source qs = { p, &b->span, &p->a.q, b->h, p->D, 0 }, os = { p, &b->span, &p->g.d_o, b->h, p->Dv, 0 };
     source ks = { p, &b->span, &p->a.k, b->hk, p->D, 1 }, vs = { p, &b->span, &p->a.v, b->hk, p->Dv, 1 };
     for (int64_t r = 0; r < b->rows; r++) {
         int64_t first = HEED_MAX(b->row[r].first, b->n0), last = HEED_MIN(b->row[r].last, b->n1);
-        float *dq_row = dq ? dq + r * f->wide : NULL;
-        if (is_first && dq)
-            memset(dq_row, 0, (size_t)f->wide * sizeof(float));
+        float *dQ = b->dQ ? b->dQ + r * b->ld_dq : NULL;
+        if (dQ && !add)
+            memset(dQ, 0, (size_t)b->x->f.wide * sizeof(float));
         load_row(q, qs.t->dtype, source_row(&qs, b->i0 + r), qs.t->stride[3], p->D, p->D, 1);
         load_row(d_o, os.t->dtype, source_row(&os, b->i0 + r), os.t->stride[3], p->Dv, p->Dv, 1);
         for (int64_t n = first; n < last; n++) {
@@ -319,15 +324,15 @@ static void add_seen_pairs(backward_block *b, float *dq, int is_first)
             keep[0] = 1;
             if (p->drop_below)
                 keep_row(j, &b->span, b->row[r], keep, n, 0, 1);
-            float P = expf(s[0] - b->lse[r]), dS = P * (dp * keep[0] - b->delta[r]);
+            float P = expf(s[0] - b->lse[r]), dS = p->a.scale * P * (dp * keep[0] - b->delta[r]);
             if (p->a.softcap > 0)
                 dS *= slope[0];
             for (int64_t d = 0; d < p->Dv; d++)
-                b->dV[(n - b->n0) * f->wide_v + d] += P * keep[0] * d_o[d];
+                b->dV[(n - b->n0) * b->ld_dv + d] += P * keep[0] * d_o[d];
             for (int64_t d = 0; d < p->D; d++) {
-                b->dK[(n - b->n0) * f->wide + d] += dS * q[d] * (PER_UNIT == 1 ? p->a.scale : 1);
-                if (dq)
-                    dq_row[d] += dS * k[d];
+                b->dK[(n - b->n0) * b->ld_dk + d] += dS * q[d];
+                if (dQ)
+                    dQ[d] += dS * k[d];
             }
         }
     }
@@ -345,18 +350,13 @@ static row_bounds *bounds_of(const backward_run *x, int64_t b, int64_t block)
     return (row_bounds *)(void *)at_bytes(&x->j, x->f.bounds) + b * x->f.row_blocks + block;
 }
 
-static float *dq_of(const backward_run *x, int64_t b, int64_t h, int64_t i)
-{
-    return at_bytes(&x->j, x->f.dq) + ((b * x->j.p->Hq + h) * x->j.p->Sq + i) * x->f.wide;
-}
-
 /* Writes n rows of sums as rows first, first + 1, ... of head h of a result; sums == NULL: zeros. */
-static void write_rows(const source *to, int64_t first, int64_t n, const float *sums, int64_t ld, float scale, int add)
+static void write_rows(const source *to, int64_t first, int64_t n, const float *sums, int64_t ld, int add)
 {
     static const float zeros[HEED_MAX_HEAD_DIM];
     for (int64_t r = 0; r < n; r++)
         store_row((char *)(uintptr_t)source_row(to, first + r), to->t->dtype, to->t->stride[3],
-                  sums ? sums + r * ld : zeros, to->dim, scale, add);
+                  sums ? sums + r * ld : zeros, to->dim, 1, add);
 }
 
 /* First of all, for each block of rows: delta, the keys it sees, and its turn. Rows without keys get their zeros. */
@@ -366,12 +366,12 @@ static void prepare_rows(void *context, int64_t index, int thread)
     const heed_problem *p = x->j.p;
     const heed_gradient *g = &p->g;
     int64_t block = index % x->f.row_blocks, h = index / x->f.row_blocks % p->Hq, b = index / x->f.row_blocks / p->Hq;
-    int64_t i0 = block * BQ;
+    int64_t i0 = block * x->f.block;
     heed_span s;
     (void)thread;
     heed_span_of(p, b, &s);
     int64_t first = s.keys, last = 0;
-    for (int64_t i = i0; i < HEED_MIN(i0 + BQ, s.rows); i++) {
+    for (int64_t i = i0; i < HEED_MIN(i0 + x->f.block, s.rows); i++) {
         source o = { p, &s, &p->a.o, h, p->Dv, 0 }, d_o = { p, &s, &g->d_o, h, p->Dv, 0 };
         query q = query_at(p, &s, h, i);
         if (q.first < q.last)
@@ -401,10 +401,10 @@ static void prepare_rows(void *context, int64_t index, int thread)
         *bounds_of(x, b, block) = bounds;
     atomic_init(turn_of(x, b, h, block), bounds.first);
 
-    int64_t from = first < last ? HEED_MAX(i0, s.rows) : i0, to = HEED_MIN(i0 + BQ, s.padded_rows);
+    int64_t from = first < last ? HEED_MAX(i0, s.rows) : i0, to = HEED_MIN(i0 + x->f.block, s.padded_rows);
     source d_q = { p, &s, &g->d_q, h, p->D, 0 };
     if (g->d_q.data && !g->accumulate && from < to)
-        write_rows(&d_q, from, to - from, NULL, 0, 1, 0);
+        write_rows(&d_q, from, to - from, NULL, 0, 0);
 }
 
 /* Zeros for keys that no row can see: padding, and those off the stride. */
@@ -418,9 +418,9 @@ static void clear_keys(void *context, int64_t index, int thread)
     s.col = 0, s.col_step = 1;
     source d_k = { p, &s, &p->g.d_k, index % p->Hk, p->D, 1 }, d_v = { p, &s, &p->g.d_v, index % p->Hk, p->Dv, 1 };
     if (p->g.d_k.data)
-        write_rows(&d_k, 0, s.padded_keys, NULL, 0, 1, 0);
+        write_rows(&d_k, 0, s.padded_keys, NULL, 0, 0);
     if (p->g.d_v.data)
-        write_rows(&d_v, 0, s.padded_keys, NULL, 0, 1, 0);
+        write_rows(&d_v, 0, s.padded_keys, NULL, 0, 0);
 }
 
 static void block_of_thread(backward_block *b, const backward_run *x, int thread)
@@ -428,11 +428,19 @@ static void block_of_thread(backward_block *b, const backward_run *x, int thread
     const backward_layout *f = &x->f;
     char *scratch = x->j.workspace + f->scratch + f->scratch_stride * (size_t)thread;
     size_t at[] = { f->kt, f->vt, f->ks, f->dk, f->dv, f->q, f->d_o, f->qs, f->dos, f->p, f->ds, f->pz, f->dsz };
-    float **to[] = { &b->Kt, &b->Vt, &b->Ks, &b->dK,  &b->dV, &b->Q, &b->dO,
-                     &b->Qs, &b->dOs, &b->P, &b->dS, &b->Pz, &b->dSz };
+    float **to[] = { &b->Kt, &b->Vt,  &b->Ks, &b->dKs, &b->dVs, &b->Qu, &b->dOu,
+                     &b->Qs, &b->dOs, &b->P,  &b->dS,  &b->Pz,  &b->dSz };
     b->x = x;
     for (size_t i = 0; i < sizeof at / sizeof *at; i++)
         *to[i] = (float *)(void *)(scratch + at[i]);
+}
+
+/* Where the sums of a result are kept: the result's own rows, or `room`. */
+static float *sums_at(const source *to, int64_t first, int in_place, float *room, int64_t width, int64_t *ld)
+{
+    int64_t step = to->keys ? to->s->col_step : 1;
+    *ld = in_place ? to->t->stride[2] * step : width;
+    return in_place ? (float *)(uintptr_t)source_row(to, first) : room;
 }
 
 /* One block of rows meets one block of keys. */
@@ -441,8 +449,14 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
     const backward_run *x = b->x;
     const heed_problem *p = x->j.p;
     _Atomic int32_t *turn = turn_of(x, b->span.b, b->h, block);
-    float *dq = p->g.d_q.data ? dq_of(x, b->span.b, b->h, b->i0) : NULL;
-    int is_first = key_block == bounds.first, careful = x->j.partial && !(b->finite && b->keys_finite);
+    source d_q = { p, &b->span, &p->g.d_q, b->h, p->D, 0 };
+    int in_place = x->f.dq_in_place, careful = x->j.partial && !(b->finite && b->keys_finite);
+    int add = key_block != bounds.first || (in_place && p->g.accumulate);
+    b->dQ = NULL;
+    if (p->g.d_q.data)
+        b->dQ = sums_at(&d_q, b->i0, in_place,
+                        at_bytes(&x->j, x->f.dq) + ((b->span.b * p->Hq + b->h) * p->Sq + b->i0) * x->f.wide, x->f.wide,
+                        &b->ld_dq);
     if (!careful) {
         for (int64_t t = 0; t < b->tiles; t++)
             score_rows(b, t, NULL);
@@ -454,14 +468,19 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
     while (atomic_load_explicit(turn, memory_order_acquire) != key_block)
         sched_yield();
     if (careful)
-        add_seen_pairs(b, dq, is_first);
-    else if (dq)
-        add_to_rows(b, dq, is_first);
+        add_seen_pairs(b, add);
+    else if (b->dQ)
+        add_to_rows(b, add);
     atomic_store_explicit(turn, (int32_t)key_block + 1, memory_order_release);
-    if (dq && key_block == bounds.last) {
-        source d_q = { p, &b->span, &p->g.d_q, b->h, p->D, 0 };
-        write_rows(&d_q, b->i0, b->rows, dq, x->f.wide, p->a.scale, p->g.accumulate);
-    }
+    if (b->dQ && !in_place && key_block == bounds.last)
+        write_rows(&d_q, b->i0, b->rows, b->dQ, b->ld_dq, p->g.accumulate);
+}
+
+/* Sums of dK or dV: zero to begin with, unless they add to what is there. */
+static void clear_sums(float *sums, int64_t ld, int64_t rows, int64_t width)
+{
+    for (int64_t r = 0; r < rows; r++)
+        memset(sums + r * ld, 0, (size_t)width * sizeof(float));
 }
 
 static void backward_keys(void *context, int64_t index, int thread)
@@ -481,19 +500,23 @@ static void backward_keys(void *context, int64_t index, int thread)
         return;
     block_of_thread(&b, x, thread);
     load_keys(&b, n0, n1);
-    memset(b.dK, 0, (size_t)((n1 - n0) * x->f.wide) * sizeof(float));
-    memset(b.dV, 0, (size_t)((n1 - n0) * x->f.wide_v) * sizeof(float));
+    source d_k = { p, &b.span, &p->g.d_k, b.hk, p->D, 1 }, d_v = { p, &b.span, &p->g.d_v, b.hk, p->Dv, 1 };
+    b.dK = sums_at(&d_k, n0, x->f.dk_in_place, b.dKs, x->f.wide, &b.ld_dk);
+    b.dV = sums_at(&d_v, n0, x->f.dv_in_place, b.dVs, x->f.wide_v, &b.ld_dv);
+    if (!x->f.dk_in_place || !p->g.accumulate)
+        clear_sums(b.dK, b.ld_dk, n1 - n0, x->f.wide);
+    if (!x->f.dv_in_place || !p->g.accumulate)
+        clear_sums(b.dV, b.ld_dv, n1 - n0, x->f.wide_v);
     for (int64_t h = b.hk * p->G; h < (b.hk + 1) * p->G; h++)
-        for (int64_t block = 0; block * BQ < b.span.rows; block++) {
+        for (int64_t block = 0; block * x->f.block < b.span.rows; block++) {
             row_bounds bounds = *bounds_of(x, b.span.b, block);
             if (key_block < bounds.first || key_block > bounds.last)
                 continue;
-            load_rows(&b, h, block * BQ);
+            load_rows(&b, h, block * x->f.block);
             meet(&b, block, bounds, key_block);
         }
-    source d_k = { p, &b.span, &p->g.d_k, b.hk, p->D, 1 }, d_v = { p, &b.span, &p->g.d_v, b.hk, p->Dv, 1 };
-    if (p->g.d_k.data)
-        write_rows(&d_k, n0, n1 - n0, b.dK, x->f.wide, x->dk_scale, p->g.accumulate);
-    if (p->g.d_v.data)
-        write_rows(&d_v, n0, n1 - n0, b.dV, x->f.wide_v, 1, p->g.accumulate);
+    if (p->g.d_k.data && !x->f.dk_in_place)
+        write_rows(&d_k, n0, n1 - n0, b.dK, b.ld_dk, p->g.accumulate);
+    if (p->g.d_v.data && !x->f.dv_in_place)
+        write_rows(&d_v, n0, n1 - n0, b.dV, b.ld_dv, p->g.accumulate);
 }

@@ -53,9 +53,9 @@ static void bias_owned(void *context, int64_t index, int thread)
                 for (int64_t hq = hk * p->G; hq < (hk + 1) * p->G; hq++)
                     for (int64_t i = one_row ? 0 : block; i < (one_row ? x->f.row_blocks : block + 1); i++) {
                         row_bounds bounds = *bounds_of(x, bi, i);
-                        if ((t->shape[1] != 1 && hq != h) || i * BQ >= b.span.rows || kb < bounds.first || kb > bounds.last)
+                        if ((t->shape[1] != 1 && hq != h) || i * x->f.block >= b.span.rows || kb < bounds.first || kb > bounds.last)
                             continue;
-                        load_rows(&b, hq, i * BQ);
+                        load_rows(&b, hq, i * x->f.block);
                         for (int64_t tile = 0; tile < b.tiles; tile++)
                             score_rows(&b, tile, dS);
                         add_to_bias(&b, sums, dS, one_row, one_column);
@@ -63,14 +63,14 @@ static void bias_owned(void *context, int64_t index, int thread)
             }
     }
     /* to the columns of dbias that the keys of the block stand for; each batch entry has the same key stride */
-    int64_t rows = one_row ? 1 : HEED_MIN(BQ, p->Sq - block * BQ);
+    int64_t rows = one_row ? 1 : HEED_MIN(x->f.block, p->Sq - block * x->f.block);
     heed_span_of(p, HEED_MIN(batch, p->B - 1), &b.span);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < (one_column ? 1 : HEED_MIN(x->f.key_block, x->f.keys - key_block * x->f.key_block)); c++) {
             int64_t column = one_column ? 0 : b.span.col + (key_block * x->f.key_block + c) * b.span.col_step;
             if (column < t->shape[3])
                 heed_store(t->data, t->dtype,
-                           batch * t->stride[0] + h * t->stride[1] + (block * BQ + r) * t->stride[2] + column * t->stride[3],
+                           batch * t->stride[0] + h * t->stride[1] + (block * x->f.block + r) * t->stride[2] + column * t->stride[3],
                            sums[r * BC + c]);
         }
 }
@@ -105,7 +105,7 @@ size_t ISA(heed_backward_workspace)(const heed_problem *p, const heed_plan *plan
 
 heed_status ISA(heed_backward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
 {
-    backward_run x = { .f = backward_lay_out(p, plan), .dk_scale = PER_UNIT == 1 ? 1 : p->a.scale };
+    backward_run x = { .f = backward_lay_out(p, plan) };
     job_start(&x.j, p, plan, exec);
     parallel_for(plan->threads, p->B * p->Hq * x.f.row_blocks, prepare_rows, &x);
     if (!p->g.accumulate && (p->a.key_stride > 1 || p->a.lengths_k))

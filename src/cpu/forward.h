@@ -22,7 +22,7 @@
 /* Where things are in the workspace, in bytes. */
 typedef struct forward_layout {
     int64_t rows, keys;     /* of one key head: G * Sq rows, at most this many keys after the stride */
-    int64_t row_blocks, splits;
+    int64_t row_blocks, block, splits; /* block: rows in a block, BR at most */
     int64_t ldq, ldo;       /* floats from row to row of Q and O */
     int direct, v_in_place, by_head;
     size_t panels, panels_stride; /* K of one head; [threads] when by_head, else [B * Hk] */
@@ -37,12 +37,13 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
 {
     forward_layout f = { .rows = p->G * p->Sq, .keys = p->Sk };
     if (p->a.align != HEED_ALIGN_POSITION)
-        f.keys = (p->Sk + p->a.key_stride - 1) / p->a.key_stride;
+        f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
     int64_t heads = p->B * p->Hk;
     f.splits = f.rows <= SPLIT_ROWS ? HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK) : 1;
     f.row_blocks = f.rows <= SPLIT_ROWS ? 1 : (f.rows + BR - 1) / BR;
+    f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
     f.direct = f.rows <= DIRECT_ROWS;
-    f.v_in_place = usable_in_place(&p->a.v, p->Dv, p);
+    f.v_in_place = usable_in_place(p, &p->a.v, p->Dv);
     f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
     f.ldq = units_of(p->D) + W;
     f.ldo = round_up(p->Dv, W) + W;
@@ -57,10 +58,9 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.panels = used, used += f.panels_stride * (size_t)copies;
     f.values = used, used += f.values_stride * (size_t)copies;
 
-    int64_t block = HEED_MIN(f.rows, MAX_ROWS);
-    f.q = take(&inside, block * f.ldq);
+    f.q = take(&inside, f.block * f.ldq);
     f.s = take(&inside, HEED_MAX(MR, DIRECT_ROWS) * LDS);
-    f.o = take(&inside, block * f.ldo);
+    f.o = take(&inside, f.block * f.ldo);
     if (f.direct && !f.v_in_place)
         f.values_stride = inside, take(&inside, BC * f.ldo);
     f.scratch = used, f.scratch_stride = inside;
@@ -83,7 +83,8 @@ typedef struct forward_block {
     query row[MAX_ROWS];
     float m[MAX_ROWS + W], l[MAX_ROWS + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
     char started[MAX_ROWS];                 /* tile: O holds something */
-    float *Q, *S, *O;
+    left Q;
+    float *room, *S, *O;                    /* room: for rows of Q that cannot be used where they lie */
     right K, V;                             /* of key 0 */
     float *values;                          /* direct: room for BC rows of V that cannot be used in place */
 } forward_block;
@@ -216,13 +217,13 @@ static void direct_scores(const forward_block *b, int64_t n0, int64_t from, int6
         if (!whole)
             unit_row(copy, &k, n0 + c, 1);
         else if (k.t->dtype == HEED_F32)
-            direct_key(b->S + c, b->Q, b->f->ldq, b->rows, HEED_F32, source_row(&k, n0 + c), dim);
+            direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_F32, source_row(&k, n0 + c), dim);
         else if (k.t->dtype == HEED_F16)
-            direct_key(b->S + c, b->Q, b->f->ldq, b->rows, HEED_F16, source_row(&k, n0 + c), dim);
+            direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_F16, source_row(&k, n0 + c), dim);
         else
-            direct_key(b->S + c, b->Q, b->f->ldq, b->rows, HEED_BF16, source_row(&k, n0 + c), dim);
+            direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_BF16, source_row(&k, n0 + c), dim);
         if (!whole)
-            direct_key(b->S + c, b->Q, b->f->ldq, b->rows, HEED_F32, copy, dim);
+            direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_F32, copy, dim);
     }
 }
 #endif
@@ -249,7 +250,7 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
         direct_scores(b, n0, first - n0, last - n0);
     else
 #endif
-        multiply(S + from, LDS, (left){ b->Q + r0 * b->f->ldq, b->f->ldq, 0 },
+        multiply(S + from, LDS, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
                  (right){ b->K.data + (n0 + from) / PANEL * b->K.next, b->K.ld, b->K.next }, rows, (to - from) / W,
                  (j->p->D + PER_UNIT - 1) / PER_UNIT, NULL);
     int whole = all_first <= n0 + from && all_last >= n0 + to; /* every row sees every column */
@@ -316,6 +317,24 @@ static void finish_row(const forward_block *b, int64_t r, float *O, float m, flo
         ((float *)a->lse.data)[batch * a->lse.stride[0] + q.h * a->lse.stride[1] + row * a->lse.stride[2]] = (float)lse;
 }
 
+/* Q of the block's rows; they may belong to several heads. The direct form multiplies by K as it is: the power of two
+ * that is otherwise in K goes into Q. */
+static void query_rows(forward_block *b)
+{
+    const heed_problem *p = b->j->p;
+    float scale = b->f->direct ? b->j->k_scale : 1;
+    source q = { p, b->span, &p->a.q, b->rows ? b->row[0].h : 0, p->D, 0 };
+    if (b->rows && b->row[b->rows - 1].h == q.head && !b->f->direct) {
+        b->Q = left_rows(&q, b->row[0].i, b->row[0].i + b->rows, b->room, b->f->ldq);
+        return;
+    }
+    b->Q = (left){ b->room, b->f->ldq, 0 };
+    for (int64_t r = 0; r < b->rows; r++) {
+        q.head = b->row[r].h;
+        unit_row(b->room + r * b->f->ldq, &q, b->row[r].i, scale);
+    }
+}
+
 /* Rows [r0, r1) of key head hk against keys [n0, n1). The result stays in the block. */
 static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t n0, int64_t n1)
 {
@@ -325,13 +344,12 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
     b->tiles = b->f->direct ? 1 : tile_count(b->rows);
     for (int64_t r = 0; r < b->rows; r++) {
         int64_t h = b->hk * p->G + (r0 + r) / b->span->rows, i = (r0 + r) % b->span->rows;
-        source q = { p, b->span, &p->a.q, h, p->D, 0 };
         b->row[r] = query_at(p, b->span, h, i);
         b->m[r] = -INFINITY, b->l[r] = 0;
-        unit_row(b->Q + r * b->f->ldq, &q, i, b->j->q_scale);
         if (b->row[r].first < b->row[r].last)
             first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
     }
+    query_rows(b);
     memset(b->started, 0, sizeof b->started);
     for (int64_t n = HEED_MAX(first, n0) / BC * BC; n < HEED_MIN(last, n1); n += BC) {
         int finite = -1;
@@ -354,7 +372,7 @@ static void pack_head(const forward_run *x, const heed_span *s, int64_t hk, int6
     const heed_problem *p = x->j.p;
     source k = { p, s, &p->a.k, hk, p->D, 1 }, v = { p, s, &p->a.v, hk, p->Dv, 1 };
     int64_t width = round_up(p->Dv, W);
-    pack_panels(at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), &k, first, last);
+    pack_panels(at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), &k, first, last, x->j.k_scale);
     if (!x->f.v_in_place)
         pack_stacked(at_bytes(&x->j, x->f.values + x->f.values_stride * (size_t)buffer) + first / PER_UNIT * width, &v,
                      first, last, width);
@@ -366,7 +384,7 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     size_t scratch = x->f.scratch + x->f.scratch_stride * (size_t)thread;
     int64_t width = round_up(p->Dv, W);
     b->j = &x->j, b->f = &x->f, b->span = s, b->hk = hk;
-    b->Q = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
+    b->room = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
     b->O = at_bytes(&x->j, scratch + x->f.o);
     b->K = (right){ at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), PANEL, PANEL * units_of(p->D) };
     b->values = x->f.direct && !x->f.v_in_place ? at_bytes(&x->j, scratch + x->f.values_stride) : NULL;
@@ -393,8 +411,8 @@ static void forward_head(void *context, int64_t index, int thread)
     heed_span_of(x->j.p, index / x->j.p->Hk, &s);
     pack_head(x, &s, hk, thread, 0, s.keys);
     block_start(&b, x, &s, hk, thread, thread);
-    for (int64_t r = 0; r < s.rows * x->j.p->G; r += BR) {
-        forward_block_run(&b, r, HEED_MIN(r + BR, s.rows * x->j.p->G), 0, s.keys);
+    for (int64_t r = 0; r < s.rows * x->j.p->G; r += x->f.block) {
+        forward_block_run(&b, r, HEED_MIN(r + x->f.block, s.rows * x->j.p->G), 0, s.keys);
         finish_block(&b);
     }
 }
@@ -417,12 +435,12 @@ static void forward_rows(void *context, int64_t index, int thread)
     const forward_run *x = context;
     heed_span s;
     forward_block b;
-    int64_t head = index / x->f.row_blocks, r = (x->f.row_blocks - 1 - index % x->f.row_blocks) * BR;
+    int64_t head = index / x->f.row_blocks, r = (x->f.row_blocks - 1 - index % x->f.row_blocks) * x->f.block;
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
     if (r >= s.rows * x->j.p->G)
         return;
     block_start(&b, x, &s, head % x->j.p->Hk, head, thread);
-    forward_block_run(&b, r, HEED_MIN(r + BR, s.rows * x->j.p->G), 0, s.keys);
+    forward_block_run(&b, r, HEED_MIN(r + x->f.block, s.rows * x->j.p->G), 0, s.keys);
     finish_block(&b);
 }
 

@@ -29,8 +29,8 @@ static inline const char *source_row(const source *x, int64_t n)
     return (const char *)x->t->data + at * (int64_t)heed_dtype_size(x->t->dtype);
 }
 
-/* One row as units. With HEED_DOT the tensor is bf16 and scale a power of two, so that nothing is rounded; a float
- * tensor (dO of an fp32 o) is rounded to bf16. */
+/* One row as units. With HEED_DOT the tensor is bf16, or fp32 (dO of an fp32 o) and then rounded. scale is a power of
+ * two: nothing is rounded by it. */
 static void unit_row(float *to, const source *x, int64_t n, float scale)
 {
 #if HEED_DOT
@@ -42,7 +42,7 @@ static void unit_row(float *to, const source *x, int64_t n, float scale)
         memset((uint16_t *)to + x->dim, 0, (size_t)(padded - x->dim) * 2);
         return;
     }
-    load_row(wide, x->t->dtype, row, x->t->stride[3], x->dim, padded <= HEED_MAX_HEAD_DIM + W ? padded : x->dim, scale);
+    load_row(wide, x->t->dtype, row, x->t->stride[3], x->dim, padded, scale);
     for (int64_t c = 0; c < padded; c += 2 * W)
         vec_store_bf16_pair((uint16_t *)to + c, vec_load(wide + c), vec_load(wide + c + W));
 #else
@@ -50,12 +50,25 @@ static void unit_row(float *to, const source *x, int64_t n, float scale)
 #endif
 }
 
-/* Keys [first, last) as panels into the head's buffer, `to` being the panel of key 0; first is a multiple of PANEL.
- * W rows at a time are transposed in registers, straight from memory where they are whole vectors. */
-static void pack_panels(float *to, const source *x, int64_t first, int64_t last)
+/* Rows as a left factor: where they lie if their elements are units already, else copied to `room`, ld units apart. */
+static left left_rows(const source *x, int64_t first, int64_t last, float *room, int64_t ld)
+{
+    const heed_tensor *t = x->t;
+    if (t->stride[3] == 1 && t->dtype == (PER_UNIT == 1 ? HEED_F32 : HEED_BF16) && x->dim % PER_UNIT == 0 &&
+        t->stride[2] % PER_UNIT == 0 && (uintptr_t)source_row(x, first) % sizeof(float) == 0)
+        return (left){ (const float *)(const void *)source_row(x, first), t->stride[2] / PER_UNIT, 0 };
+    for (int64_t n = first; n < last; n++)
+        unit_row(room + (n - first) * ld, x, n, 1);
+    return (left){ room, ld, 0 };
+}
+
+/* Keys [first, last), times a power of two, as panels; `to` is the panel of key 0 and first a multiple of PANEL. W rows at
+ * a time are transposed in registers, straight from memory where they are whole vectors. */
+static void pack_panels(float *to, const source *x, int64_t first, int64_t last, float scale)
 {
     int64_t units = units_of(x->dim);
-    int direct = x->t->stride[3] == 1 && x->dim == units * PER_UNIT && (PER_UNIT == 1 || x->t->dtype == HEED_BF16);
+    int direct = x->t->stride[3] == 1 && x->dim == units * PER_UNIT &&
+                 (PER_UNIT == 1 || (x->t->dtype == HEED_BF16 && scale == 1));
     float rows[W][HEED_MAX_HEAD_DIM + W];
     for (int64_t n = first; n < round_up(last, PANEL); n += W) {
         float *panel = to + n / PANEL * PANEL * units + n % PANEL;
@@ -67,7 +80,7 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last)
                 continue;
             }
             if (n + r < last)
-                unit_row(rows[r], x, n + r, 1);
+                unit_row(rows[r], x, n + r, PER_UNIT == 1 ? 1 : scale);
             else
                 memset(rows[r], 0, (size_t)units * sizeof(float));
             from[r] = (const char *)rows[r];
@@ -77,6 +90,9 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last)
             vec t[W];
             UNROLL for (int r = 0; r < W; r++)
                 t[r] = vec_load_as(type, from[r], u);
+            if (PER_UNIT == 1 && scale != 1)
+                UNROLL for (int r = 0; r < W; r++)
+                    t[r] = vec_mul(t[r], vec_set1(scale));
             vec_transpose(t);
             UNROLL for (int r = 0; r < W; r++)
                 vec_store(panel + (u + r) * PANEL, t[r]);
@@ -107,9 +123,18 @@ static void pack_stacked(float *to, const source *x, int64_t first, int64_t last
 #endif
 }
 
-/* A float tensor whose rows are whole vectors, evenly spaced, is a right factor as it lies. */
-static int usable_in_place(const heed_tensor *t, int64_t dim, const heed_problem *p)
+/* Rows as a right factor where they lie: floats in whole vectors, evenly spaced. Also where sums may be kept in place. */
+static int usable_in_place(const heed_problem *p, const heed_tensor *t, int64_t dim)
 {
-    return PER_UNIT == 1 && t->dtype == HEED_F32 && t->stride[3] == 1 && dim % W == 0 && !(p->page && t == &p->a.k) &&
-           !(p->page && t == &p->a.v);
+    return PER_UNIT == 1 && t->dtype == HEED_F32 && t->stride[3] == 1 && dim % W == 0 && !p->page;
+}
+
+/* Rows [first, last) as a right factor: where they lie, or stacked in `room`. */
+static right right_rows(const source *x, int64_t first, int64_t last, float *room, int64_t width, int in_place)
+{
+    if (in_place)
+        return (right){ (const float *)(const void *)source_row(x, first),
+                        x->t->stride[2] * (x->keys ? x->s->col_step : 1), PANEL };
+    pack_stacked(room, x, first, last, width);
+    return (right){ room, width, PANEL };
 }

@@ -13,8 +13,8 @@ typedef struct query {
 typedef struct job {
     const heed_problem *p;
     const heed_plan *plan;
-    float q_scale; /* goes into Q as it is copied; with HEED_DOT a power of two */
-    float s_scale; /* S = s_scale * (tile's product), positive */
+    float k_scale; /* a power of two, or 0, with the sign of scale: goes into K as it is packed */
+    float s_scale; /* S = s_scale * (tile's product), 1 <= s_scale < 2 */
     int changes;   /* softcap, bias, ALiBi or mask: scores need a visit */
     int partial;   /* some rows may see keys that others do not */
     uint64_t seed;
@@ -25,16 +25,13 @@ typedef struct job {
 static void job_start(job *j, const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     const heed_attention *a = &p->a;
-    *j = (job){ .p = p, .plan = plan, .q_scale = a->scale, .s_scale = 1, .workspace = x ? x->workspace : NULL };
-#if HEED_DOT
-    /* A scaled bf16 would be rounded. Its power of two is taken, downwards so that nothing overflows. */
-    if (a->scale != 0) {
+    *j = (job){ .p = p, .plan = plan, .s_scale = 1, .workspace = x ? x->workspace : NULL };
+    if (a->scale != 0) { /* only a power of two, as it rounds nothing; not more than scale, lest a product overflow */
         int exponent;
         float fraction = frexpf(fabsf(a->scale), &exponent); /* [1/2, 1) */
         j->s_scale = 2 * fraction;
-        j->q_scale = copysignf(ldexpf(1, exponent - 1), a->scale);
+        j->k_scale = copysignf(ldexpf(1, exponent - 1), a->scale);
     }
-#endif
     j->changes = a->softcap > 0 || a->bias.data || a->alibi.data || a->mask.data;
     j->partial = p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED || a->mask.data;
     j->seed = a->dropout_seed + (a->dropout_seed_at ? *a->dropout_seed_at : 0);

@@ -36,14 +36,18 @@ typedef struct right {
 typedef void tile_fn(float *C, int64_t ldc, const float *A, int64_t lda, const float *B, int64_t ldb, int64_t K,
                      const float *keep);
 
-/* keep == NULL: C = A B. Otherwise C_r = keep[r] C_r + (A B)_r. */
+static const float keep_all[1]; /* a value of keep, never read */
+
+/* keep == NULL: C = A B. keep == keep_all: C += A B. Otherwise C_r = keep[r] C_r + (A B)_r. */
 INLINE void tile(const int R, const int N, const int transposed, float *C, int64_t ldc, const float *A, int64_t lda,
                  const float *B, int64_t ldb, int64_t K, const float *keep)
 {
     vec acc[MR][NR];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int n = 0; n < N; n++)
-            acc[r][n] = keep ? vec_mul(vec_set1(keep[r]), vec_load(C + r * ldc + n * W)) : vec_zero();
+            acc[r][n] = !keep              ? vec_zero()
+                        : keep == keep_all ? vec_load(C + r * ldc + n * W)
+                                           : vec_mul(vec_set1(keep[r]), vec_load(C + r * ldc + n * W));
 
     const float *rows[(MR + 2) / 3]; /* a pointer serves three rows, so that all addresses stay in registers */
     UNROLL for (int g = 0; g < (R + 2) / 3; g++)
@@ -95,6 +99,6 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
         const float *a = A.data + (A.transposed ? r : r * A.ld);
         for (int64_t n = 0; n < vecs; n += NR)
             tiles[R - 1][vecs - n >= NR ? NR - 1 : vecs - n - 1][A.transposed](
-                C + r * ldc + n * W, ldc, a, A.ld, B.data + n / NR * B.next, B.ld, K, keep ? keep + r : NULL);
+                C + r * ldc + n * W, ldc, a, A.ld, B.data + n / NR * B.next, B.ld, K, keep && keep != keep_all ? keep + r : keep);
     }
 }

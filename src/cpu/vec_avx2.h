@@ -16,7 +16,13 @@ static inline vec vec_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
 static inline vec vec_div(vec a, vec b) { return _mm256_div_ps(a, b); }
 static inline vec vec_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec vec_max(vec a, vec b) { return _mm256_max_ps(a, b); }
-static inline vec vec_round(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vec vec_split(vec x, vec *fraction)
+{
+    x = _mm256_max_ps(_mm256_set1_ps(-150), x);
+    vec n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    *fraction = _mm256_sub_ps(x, n);
+    return n;
+}
 static inline vec vec_scale2(vec x, vec n)
 {
     /* n is clamped so that its exponent field exists; below -126 the power is 0 */

@@ -35,11 +35,15 @@ static inline vec vec_less(vec a, vec b, vec x, vec y)
 static inline vec vec_max(vec a, vec b) { return vec_less(b, a, a, b); }
 static inline vec vec_abs(vec x) { return (vec)((vec_int)x & (vec_int){ INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX }); }
 
-/* To the nearest integer; exact for |x| < 2^22, which is all that exp2 needs; NaN stays. */
-static inline vec vec_round(vec x)
+/* x = n + *fraction, n integral, |*fraction| <= 1/2; for x below -150, -inf included, some n below -140 and a fraction
+ * in bounds. NaN stays. Above 2^22 the fraction is not exact; exp2 has no use for it there. */
+static inline vec vec_split(vec x, vec *fraction)
 {
     vec big = vec_set1(0x1.8p23f);
-    return (x + big) - big; /* not a no-op: this file is never compiled with -ffast-math */
+    x = vec_max(vec_set1(-150), x);
+    vec n = (x + big) - big; /* not a no-op: this file is never compiled with -ffast-math */
+    *fraction = x - n;
+    return n;
 }
 
 /* x * 2^n for integral n; 0 where n < -126; n at most 127. */

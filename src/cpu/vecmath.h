@@ -7,8 +7,7 @@
  * degree 5 that is exact at 0. 2^-inf = 0, NaN stays. */
 INLINE vec vec_exp2(vec x)
 {
-    x = vec_max(vec_set1(-150.0f), x); /* -inf - round(-inf) would be NaN */
-    vec n = vec_round(x), f = vec_sub(x, n);
+    vec f, n = vec_split(x, &f);
     vec y = vec_set1(0x1.5bba14p-10f);
     y = vec_fma(y, f, vec_set1(0x1.3cea88p-7f));
     y = vec_fma(y, f, vec_set1(0x1.c6b752p-5f));

@@ -68,8 +68,8 @@ __device__ static void query_tile(float (&X)[8][COLUMNS / GROUPS], shared_fp32<G
 {
     if (threadIdx.x < COLUMNS) {
         int n = n0 + threadIdx.x;
-        s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, x.hk, n) : -1;
-        s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, x.hk, n) : -1;
+        s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, x.hk, n) : NOWHERE;
+        s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, x.hk, n) : NOWHERE;
     }
     __syncthreads();
     clear(X);
@@ -96,8 +96,8 @@ __device__ static void meet_queries(shared_fp32<GROUPS, WIDTH> &s, const args &a
     if (threadIdx.x < ROWS) {
         const int i = i0 + threadIdx.x;
         const row_facts f = facts_of(a, q, x, i);
-        s.row[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : -1;
-        s.row[1][threadIdx.x] = i < q.rows ? row_at(a.d_o, q.q_batch, x.h, q.q_row + i) : -1;
+        s.row[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
+        s.row[1][threadIdx.x] = i < q.rows ? row_at(a.d_o, q.q_batch, x.h, q.q_row + i) : NOWHERE;
         s.lse[threadIdx.x] = f.lse;
         s.delta[threadIdx.x] = f.delta;
         band_of_row(a, q, min(i, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
         multiply_tile(dQ, s, a.k, s.column[0], slice, a.D);              /* dQ += dS K */
     }
     store_slice<GROUPS, WIDTH>(dQ, a.d_q, slice, a.D, a.accumulate, [&](int row) {
-        return i0 + row < q.rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + row) : (int64_t)-1;
+        return i0 + row < q.rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;
     });
 }
 
@@ -149,8 +149,8 @@ __device__ static void meet_query_columns(shared_fp32<GROUPS, WIDTH> &s, const a
     if (threadIdx.x < COLUMNS) {
         const int i = i0 + threadIdx.x;
         const row_facts f = facts_of(a, q, x, i);
-        s.column[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : -1;
-        s.column[1][threadIdx.x] = i < q.rows ? row_at(a.d_o, q.q_batch, x.h, q.q_row + i) : -1;
+        s.column[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
+        s.column[1][threadIdx.x] = i < q.rows ? row_at(a.d_o, q.q_batch, x.h, q.q_row + i) : NOWHERE;
         s.lse[threadIdx.x] = f.lse;
         s.delta[threadIdx.x] = f.delta;
         band_of_row(a, q, min(i, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
         return;
     if (threadIdx.x < ROWS) {
         int n = n0 + threadIdx.x;
-        s.row[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, hk, n) : -1;
-        s.row[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, hk, n) : -1;
+        s.row[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, hk, n) : NOWHERE;
+        s.row[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, hk, n) : NOWHERE;
     }
     float dK[8][WIDTH / GROUPS], dV[8][WIDTH / GROUPS];
     clear(dK);
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
         }
     }
     auto own = [&](const view &t) {
-        return [&](int row) { return n0 + row < q.keys ? key_at(a, q, t, hk, n0 + row) : (int64_t)-1; };
+        return [&](int row) { return n0 + row < q.keys ? key_at(a, q, t, hk, n0 + row) : NOWHERE; };
     };
     if (a.d_v.data)
         store_slice<GROUPS, WIDTH>(dV, a.d_v, slice, a.Dv, a.accumulate, own(a.d_v));

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
             store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
     }
     store_rows<T, D, MT>(O, a.o, a.Dv, false, sQ, s.Q, row0, [&](int r) {
-        return r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + r) : (int64_t)-1;
+        return r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + r) : NOWHERE;
     });
 #endif
 }

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
     float *m = s.lse, *l = s.delta; /* of each row; written and read by the neighbours that share it */
     if (threadIdx.x < ROWS) {
         const int i = i0 + threadIdx.x;
-        s.row[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : -1;
+        s.row[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
         band_of_row(a, q, min(i, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
         m[threadIdx.x] = -CUDART_INF_F, l[threadIdx.x] = 0.0f;
     }
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
     for (int n0 = first / 8 * 8; n0 < last; n0 += COLUMNS) {
         if (threadIdx.x < COLUMNS) {
             int n = n0 + threadIdx.x;
-            s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, x.hk, n) : -1;
-            s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, x.hk, n) : -1;
+            s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, x.hk, n) : NOWHERE;
+            s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, x.hk, n) : NOWHERE;
         }
         __syncthreads();
         float S[8][COLUMNS / GROUPS];
@@ -119,7 +119,14 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
                 drop(own, a, q, x);
         }
         write_tile(s, S);
-        multiply_tile(O, s, a.v, s.column[1], slice, a.Dv);              /* O += P V */
+        float PV[8][WIDTH / GROUPS]; /* summed apart: over many keys that is the more accurate */
+        clear(PV);
+        multiply_tile(PV, s, a.v, s.column[1], slice, a.Dv);             /* O += P V */
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int n = 0; n < WIDTH / GROUPS; n++)
+                O[r][n] += PV[r][n];
     }
 
     const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
@@ -141,7 +148,7 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
             store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i_own), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
     }
     store_slice<GROUPS, WIDTH>(O, a.o, slice, a.Dv, false, [&](int row) {
-        return i0 + row < q.rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row) : (int64_t)-1;
+        return i0 + row < q.rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;
     });
 }
 

@@ -58,6 +58,11 @@ heed_status heed_cuda_prepare_forward(const heed_problem *p, const args &a, cons
  * where the caller gave none) and gradients that the kernels may not reach become zero. */
 size_t heed_cuda_delta_bytes(const heed_problem *p);
 heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x);
+
+/* For each row of q { lse * log2(e), delta }, or { +inf, 0 } for a row without gradient: its P is then 0. */
+size_t heed_cuda_facts_bytes(const heed_problem *p);
+heed_status heed_cuda_row_facts(const args &a, const int64_t q_shape[4], float2 *facts, const heed_exec *x);
+
 heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x);
 
 /* backward_portable.cu: d_bias, for every family. */

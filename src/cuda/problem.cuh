@@ -63,6 +63,9 @@ __device__ inline void store(const view &t, int64_t at, float x)
     }
 }
 
+/* An offset that no row has. Strides may be negative, and so may offsets. */
+#define NOWHERE INT64_MIN
+
 /* Element offset of row i of head h. */
 __device__ inline int64_t row_at(const view &t, int64_t b, int64_t h, int64_t i)
 {
@@ -110,14 +113,14 @@ __device__ inline span span_of(const args &a, int b)
     return s;
 }
 
-/* Element offset of key n in t (k or v); -1: its page does not exist. */
+/* Element offset of key n in t (k or v), or NOWHERE: its page does not exist. */
 __device__ inline int64_t key_at(const args &a, const span &s, const view &t, int h, int n)
 {
     int64_t j = a.col + n * a.col_step;
     if (!a.page)
         return row_at(t, s.k_batch, h, s.k_row + j);
     int page = a.block_table[s.b * a.block_table_stride + j / a.page];
-    return page < 0 || page >= a.pages ? -1 : row_at(t, page, h, j % a.page);
+    return page < 0 || page >= a.pages ? NOWHERE : row_at(t, page, h, j % a.page);
 }
 
 /* ---- The band --------------------------------------------------------------------------------------------------- */

@@ -167,6 +167,31 @@ heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const hee
     return status;
 }
 
+/* ---- Facts of each row ------------------------------------------------------------------------------------------ */
+
+__global__ void row_facts(const __grid_constant__ args a, rows_shape n, float2 *facts)
+{
+    const int64_t row = (int64_t)blockIdx.x * 256 + threadIdx.x;
+    if (row >= n.count)
+        return;
+    const float lse = load(a.lse, numbered_row(a.lse, n, row)), most = 3.4e38f;
+    facts[row] = lse == -CUDART_INF_F ? make_float2(CUDART_INF_F, 0.0f)
+                                      : make_float2(fminf(fmaxf(lse * 1.4426950408889634f, -most), most),
+                                                    load(a.delta, numbered_row(a.delta, n, row)));
+}
+
+size_t heed_cuda_facts_bytes(const heed_problem *p)
+{
+    const int64_t *shape = p->a.q.shape;
+    return ((size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float2) + 15) / 16 * 16;
+}
+
+heed_status heed_cuda_row_facts(const args &a, const int64_t q_shape[4], float2 *facts, const heed_exec *x)
+{
+    rows_shape n = { q_shape[1], q_shape[2], q_shape[0] * q_shape[1] * q_shape[2], 1 };
+    return launch(row_facts, tiles_of(n.count, 256), 256, 0, x, a, n, facts);
+}
+
 /* ---- heed_merge and heed_delta ---------------------------------------------------------------------------------- */
 
 static view plain_view(const heed_tensor &t)

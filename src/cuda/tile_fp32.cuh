@@ -10,7 +10,7 @@
  * Operands pass through shared memory in steps of 8 along the summed dimension, two steps in flight:
  *     multiply_rows     X += A B^T       A 128 rows, B 64 rows, both in memory           (Q K^T, dO V^T)
  *     multiply_tile     Y += X B         X in shared memory, B 64 rows in memory         (P V, dS K)
- * A row is named by the offset of its first element, kept in shared memory; -1 is a row of zeros. */
+ * A row is named by the offset of its first element, kept in shared memory; NOWHERE is a row of zeros. */
 #ifndef HEED_CUDA_TILE_FP32_CUH
 #define HEED_CUDA_TILE_FP32_CUH
 
@@ -64,7 +64,7 @@ template <int E> __device__ inline void unpack(float (&x)[E], const uint32_t (&w
 /* E = 2, 4 or 8 elements of a row, from column c on, a multiple of E; zero from width on. */
 template <int E> __device__ inline void load_part(float (&x)[E], const view &t, int64_t row, int c, int width)
 {
-    if (row >= 0 && t.vector && c + E <= width) {
+    if (row != NOWHERE && t.vector && c + E <= width) {
         if (t.dtype == HEED_F32) {
             const float *from = (const float *)t.data + row + c;
 #pragma unroll
@@ -88,7 +88,7 @@ template <int E> __device__ inline void load_part(float (&x)[E], const view &t, 
     }
 #pragma unroll
     for (int e = 0; e < E; e++)
-        x[e] = row >= 0 && c + e < width ? load(t, row + (c + e) * t.stride[3]) : 0.0f;
+        x[e] = row != NOWHERE && c + e < width ? load(t, row + (c + e) * t.stride[3]) : 0.0f;
 }
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
@@ -239,7 +239,7 @@ __device__ inline void store_part(const view &t, int64_t row, int c, int width, 
     }
 }
 
-/* A thread's share of a slice of the result, columns first .. first + WIDTH; row_offset(r) < 0: no such row. */
+/* A thread's share of a slice of the result, columns first .. first + WIDTH; row_offset(r) may be NOWHERE. */
 template <int GROUPS, int WIDTH, class Offset>
 __device__ inline void store_slice(const float (&Y)[8][WIDTH / GROUPS], const view &t, int first, int width,
                                    bool accumulate, Offset row_offset)
@@ -248,7 +248,7 @@ __device__ inline void store_slice(const float (&Y)[8][WIDTH / GROUPS], const vi
 #pragma unroll
     for (int r = 0; r < 8; r++) {
         int64_t row = row_offset(row_of(g, r));
-        if (row < 0)
+        if (row == NOWHERE)
             continue;
 #pragma unroll
         for (int c = 0; c < WIDTH / GROUPS; c += 4)

@@ -24,7 +24,7 @@ __device__ inline void copy_rows(uint32_t tile, int width, const void *somewhere
     constexpr int CHUNKS = D / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     const int bytes = max(0, min(16, (width - chunk * 8) * 2));
-#pragma unroll
+#pragma unroll 2
     for (int r = first; r < COUNT; r += ROWS_AT_ONCE) {
         const char *row = (const char *)from(r);
         copy_async(chunk_at<D>(tile, r, chunk), row ? row + chunk * 16 : (const char *)somewhere, row ? bytes : 0);
@@ -55,8 +55,8 @@ __device__ inline void copy_keys(uint32_t tile, const args &a, const span &s, co
                                      [&](int r) { return n0 + r < keys ? first + r * k.step : (const char *)NULL; });
     } else {
         copy_rows<D, COUNT, THREADS>(tile, width, t.data, [&](int r) {
-            int64_t at = n0 + r < keys ? key_at(a, s, t, hk, n0 + r) : -1;
-            return at < 0 ? (const char *)NULL : t.data + at * 2;
+            int64_t at = n0 + r < keys ? key_at(a, s, t, hk, n0 + r) : NOWHERE;
+            return at == NOWHERE ? (const char *)NULL : t.data + at * 2;
         });
     }
 }
@@ -146,7 +146,7 @@ __device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const uint32_t (&
 
 /* ---- Registers to memory ------------------------------------------------------------------------------------------ */
 
-/* Writes the warp's 16 MT rows to t, row r at element offset where(r), or nowhere if that is negative. 16-bit results
+/* Writes the warp's 16 MT rows to t, row r at element offset where(r), which may be NOWHERE. 16-bit results
  * pass through the warp's own rows of a tile that is no longer needed, to leave in pieces of 16 bytes. */
 template <class T, int D, int MT, class Where>
 __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t, int width, bool accumulate, uint32_t tile,
@@ -159,7 +159,7 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int64_t at = where(row + m * 16 + half * 8 + g);
-                if (at < 0)
+                if (at == NOWHERE)
                     continue;
                 float *to = (float *)t.data + at;
 #pragma unroll
@@ -188,7 +188,7 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
     for (int piece = lane; piece < 16 * MT * (D / 8); piece += 32) {
         const int r = row + piece / (D / 8), chunk = piece % (D / 8);
         const int64_t at = where(r);
-        if (at < 0 || chunk * 8 >= width)
+        if (at == NOWHERE || chunk * 8 >= width)
             continue;
         const uint4 eight = *(const uint4 *)(tile_memory + (chunk_at<D>(tile, r, chunk) - tile));
         uint16_t *to = (uint16_t *)t.data + at + chunk * 8;
