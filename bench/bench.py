@@ -139,7 +139,7 @@ class Bench:
                                         **{"pass": direction})
             flops = 4 * B * H * S * math.ceil(S / stride) * D * (2.5 if direction == "backward" else 1)
             masked = {"masked": theirs.pop("masked")}
-            for rival, goal in ((theirs, STRIDED_GOAL), (masked, mask_goal)):
+            for rival, goal in ((theirs, STRIDED_GOAL), (masked, mask_goal if direction == "forward" else None)):
                 self.add("strided", "fp32", direction, 0, threads, (B, H, S, D, stride), ours, flops / ours,
                          self.peak("fma", threads), rival, goal)
 

@@ -126,7 +126,7 @@ typedef struct heed_attention {
     heed_tensor k; /* [B, Hk, Sk, D]: q's dtype; Hq is a multiple of Hk */
     heed_tensor v; /* [B, Hk, Sk, Dv]: q's dtype; Dv from 1 to 512 */
     heed_tensor o; /* [B, Hq, Sq, Dv]: q's dtype, or fp32. Written by forward, read by backward */
-    heed_tensor lse; /* [B, Hq, Sq, 1], fp32. Optional in forward, which writes it; backward reads it */
+    heed_tensor lse; /* [B, Hq, Sq, 1], fp32, or fp64 as q. Optional in forward, which writes it; backward reads it */
 
     /* scale: 0 means 1/sqrt(D). For a scale of exactly zero leave it 0 and set zero_scale. */
     float scale;
@@ -166,7 +166,8 @@ typedef struct heed_attention {
      *   ragged: offsets_q[B+1] / offsets_k[B+1]: sequences lie end to end in one, sequence b being rows offsets[b] to
      *           offsets[b+1]-1. Then q and o are [1, Hq, rows in all, D], k and v [1, Hk, keys in all, D], lse
      *           [1, Hq, rows in all, 1], B is `sequences`, and Sq and Sk, in the shapes of mask and bias, are
-     *           max_rows and max_keys: bounds of the lengths that the caller promises.
+     *           max_rows and max_keys: bounds of the lengths that the caller promises. Rows outside of all sequences
+     *           are not touched.
      * A ragged q goes with a ragged k or a paged k. offsets and lengths for one side contradict each other, except
      * that lengths_k may shorten a ragged k. */
     const int32_t *lengths_q, *lengths_k;
@@ -188,8 +189,8 @@ typedef struct heed_attention {
  * Any of the results may be absent: then it is not computed. */
 typedef struct heed_gradient {
     heed_tensor d_o;   /* [B, Hq, Sq, Dv]: o's dtype. Input */
-    heed_tensor d_lse; /* [B, Hq, Sq, 1], fp32. Optional input: the gradient of lse */
-    heed_tensor delta; /* [B, Hq, Sq, 1], fp32. Optional input: from heed_delta(); then o and d_lse are not read */
+    heed_tensor d_lse; /* [B, Hq, Sq, 1], lse's types. Optional input: the gradient of lse */
+    heed_tensor delta; /* [B, Hq, Sq, 1], lse's types. Optional input: from heed_delta(); then o and d_lse are not read */
     heed_tensor d_q;   /* like q, in q's dtype or fp32 */
     heed_tensor d_k;   /* like k, in k's dtype or fp32 */
     heed_tensor d_v;   /* like v, in v's dtype or fp32 */
@@ -255,12 +256,13 @@ HEED_API heed_status heed_backward(const heed_attention *a, const heed_gradient 
  * delta, and accumulate = 1 for the gradients that several parts share. */
 
 /* (o, lse) = the result over the union of the keys behind (o, lse) and (o2, lse2). In place; o and o2 are
- * [B, Hq, Sq, Dv] of any dtype, lse and lse2 [B, Hq, Sq, 1] fp32. A part that saw no key (lse = -inf) leaves the other
+ * [B, Hq, Sq, Dv] of any dtype, lse and lse2 [B, Hq, Sq, 1] fp32
+ * (fp64 where o is). A part that saw no key (lse = -inf) leaves the other
  * as it is. Needs no workspace. */
 HEED_API heed_status heed_merge(const heed_tensor *o, const heed_tensor *lse, const heed_tensor *o2,
                                 const heed_tensor *lse2, const heed_exec *x);
 
-/* delta_i = dO_i . o_i - dlse_i into delta, [B, Hq, Sq, 1] fp32; d_lse may be NULL. Needs no workspace. */
+/* delta_i = dO_i . o_i - dlse_i into delta, [B, Hq, Sq, 1] fp32 (fp64 where o is); d_lse may be NULL. Needs no workspace. */
 HEED_API heed_status heed_delta(const heed_tensor *o, const heed_tensor *d_o, const heed_tensor *d_lse,
                                 const heed_tensor *delta, const heed_exec *x);
 

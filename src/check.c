@@ -152,6 +152,9 @@ static void shape_of_o(const heed_problem *p, size shape[4])
     shape[3] = (size){ p->Dv, "v has" };
 }
 
+/* Of lse, d_lse and delta. */
+static unsigned row_dtypes(const heed_tensor *of) { return of->dtype == HEED_F64 ? F32 | F64 : F32; }
+
 static void shape_of_lse(const heed_problem *p, size shape[4])
 {
     shape_of_o(p, shape);
@@ -176,7 +179,7 @@ static heed_status check_results(heed_problem *p, int planning)
                  : take("o", &a->o, dtypes, row_dims, rows, planning);
     if (s)
         return s;
-    return take_optional("lse", &a->lse, F32, row_dims, row, planning);
+    return take_optional("lse", &a->lse, row_dtypes(&a->q), row_dims, row, planning);
 }
 
 static heed_status check_extras(heed_problem *p, int planning)
@@ -205,8 +208,8 @@ static heed_status check_scale(heed_problem *p)
         BAD("zero_scale: is set, but scale is %g", a->scale);
     if (!isfinite(a->softcap) || a->softcap < 0)
         BAD("softcap: is %g, expected 0 or a positive number", a->softcap);
-    if (a->scale == 0)
-        a->scale = a->zero_scale ? 0 : (float)(1 / sqrt((double)p->D));
+    p->scale = a->scale != 0 || a->zero_scale ? a->scale : 1 / sqrt((double)p->D);
+    a->scale = (float)p->scale;
     return HEED_OK;
 }
 
@@ -280,8 +283,8 @@ static heed_status check_gradient_inputs(heed_problem *p, int planning)
     shape_of_lse(p, row);
     unsigned dtypes = p->a.o.data ? 1u << p->a.o.dtype : F32 | 1u << p->a.q.dtype;
     if ((s = take("d_o", &g->d_o, dtypes, row_dims, rows, planning)) ||
-        (s = take_optional("d_lse", &g->d_lse, F32, row_dims, row, planning)) ||
-        (s = take_optional("delta", &g->delta, F32, row_dims, row, planning)))
+        (s = take_optional("d_lse", &g->d_lse, row_dtypes(&p->a.q), row_dims, row, planning)) ||
+        (s = take_optional("delta", &g->delta, row_dtypes(&p->a.q), row_dims, row, planning)))
         return s;
     if (g->delta.data) /* then these are not read, and no kernel needs to look twice */
         p->a.o = g->d_lse = (heed_tensor){ 0 };
@@ -445,7 +448,7 @@ static heed_status check_four(const char *const names[4], const heed_tensor *con
         if (!given[i])
             BAD("%s: is NULL", names[i]);
         normal[i] = *given[i];
-        if ((s = heed_view(names[i], &normal[i], is_row[i] ? (unsigned)F32 : (unsigned)(FLOATS | F64))))
+        if ((s = heed_view(names[i], &normal[i], is_row[i] ? row_dtypes(&normal[0]) : (unsigned)(FLOATS | F64))))
             return s;
         const int64_t *o = normal[0].shape;
         const size want[4] = { { o[0], "o has" },

@@ -196,7 +196,7 @@ heed_status heed_device_named(const char *chip, const heed_exec *x, heed_device 
 
 heed_status heed_device_at(heed_backend backend, int index, heed_device_info *info)
 {
-    heed_device d;
+    heed_device d = { 0 };
     heed_status s;
     const heed_exec x = { .backend = backend, .device = index };
     if (!info)

@@ -59,6 +59,7 @@ typedef struct heed_problem {
     int64_t Hq, Hk, G; /* query heads, key heads, query heads for each key head */
     int64_t Sq, Sk;  /* the longest a sequence can be */
     int64_t D, Dv;
+    double scale;    /* a.scale as the reference takes it: 1/sqrt(D) is seldom a float */
     int64_t page;    /* rows of a page; 0: not paged */
     int64_t left, right; /* the band, causal folded in: p - left <= r <= p + right; HEED_UNBOUNDED where there is none */
     uint32_t drop_below; /* drop where the 16 random bits are less; 0: no dropout */

@@ -294,7 +294,7 @@ results case_naive(test_case *c, results *magnitude)
     const heed_attention *a = &c->a;
     plain n = { .c = c, .dtype = c->kernel.dtype, .Hq = a->q.shape[1], .Hk = a->k.shape[1], .D = a->q.shape[3],
                 .Dv = a->v.shape[3], .cap = a->softcap, .drop_below = (uint32_t)lrint(a->dropout * 65536.0) };
-    n.scale = a->zero_scale ? 0 : a->scale != 0 ? a->scale : (float)(1 / sqrt((double)n.D));
+    n.scale = a->zero_scale ? 0 : a->scale != 0 ? a->scale : 1 / sqrt((double)n.D);
     n.q = unpack(c, &a->q), n.k = unpack(c, &a->k), n.v = unpack(c, &a->v);
     n.dO = c->kernel.backward ? unpack(c, &c->g.d_o) : NULL;
     n.dlse = unpack(c, &c->g.d_lse);

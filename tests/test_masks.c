@@ -5,17 +5,18 @@
 
 static const case_shape shape = { .B = 2, .Hq = 2, .Hk = 1, .Sq = 37, .Sk = 53, .D = 16 };
 static const case_shape tall = { .B = 1, .Hq = 2, .Sq = 70, .Sk = 33, .D = 16 };
+static const case_shape large = { .Sq = 150, .Sk = 300, .D = 8 }; /* several tiles of a kernel in both directions */
 
 static void check_band(int causal, int windowed, int64_t left, int64_t right, int64_t key_stride)
 {
     for_each_kernel(EITHER_PASS, kernel)
-        for (int n = 0; n < 4; n++) {
-            test_case c = case_new(&kernel, n & 1 ? tall : shape);
+        for (int n = 0; n < 6; n++) {
+            test_case c = case_new(&kernel, n % 3 == 0 ? shape : n % 3 == 1 ? tall : large);
             c.a.causal = causal;
             c.a.windowed = windowed;
             c.a.window_left = left, c.a.window_right = right;
             c.a.key_stride = key_stride;
-            c.a.align = n & 2 ? HEED_ALIGN_TOP_LEFT : HEED_ALIGN_BOTTOM_RIGHT;
+            c.a.align = n < 3 ? HEED_ALIGN_TOP_LEFT : HEED_ALIGN_BOTTOM_RIGHT;
             case_check(&c);
             case_free(&c);
         }

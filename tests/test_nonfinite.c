@@ -101,16 +101,21 @@ TEST(a_nan_in_the_gradient_of_a_row_stays_with_what_the_row_sees)
     }
 }
 
-/* Two groups of keys whose scores are as far apart as fp32 allows: row i takes the mean of the upper group. */
+/* Two groups of keys whose scores are as far apart as fp32 allows: row i takes the mean of the upper group. The second
+ * column makes the scores no numbers of fp32, as lse is: exp(S - lse) must not run away. */
 TEST(scores_up_to_the_largest_float_do_not_overflow)
 {
     for_each_kernel(EITHER_PASS, kernel) {
-        test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 20, .Sk = 40, .D = 1, .Dv = 16 });
+        test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 20, .Sk = 40, .D = 2, .Dv = 16 });
         double size = kernel.dtype == HEED_F16 ? 60000 : 1.75 * 0x1p63; /* its square is 2.6e38 */
-        for (int64_t n = 0; n < 80; n++)
+        for (int64_t n = 0; n < 80; n++) {
             set(&c.a.k, 0, n / 40, n % 40, 0, n % 4 == 1 ? size : -size);
-        for (int64_t n = 0; n < 40; n++)
+            set(&c.a.k, 0, n / 40, n % 40, 1, kernel.dtype == HEED_F16 ? 10 : 0x1p45);
+        }
+        for (int64_t n = 0; n < 40; n++) {
             set(&c.a.q, 0, n / 20, n % 20, 0, size);
+            set(&c.a.q, 0, n / 20, n % 20, 1, kernel.dtype == HEED_F16 ? 10 : 0x1p45);
+        }
         c.a.scale = 1;
         case_forward(&c);
         if (kernel.backward)

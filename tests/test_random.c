@@ -78,11 +78,13 @@ static void any_extras(test_case *c)
     c->x.threads = (int)random_int(0, 4);
 }
 
-static void try_problem(const heed_kernel_info *kernel)
+static test_case any_problem(const heed_kernel_info *kernel)
 {
     int32_t rows[4], keys[4];
-    case_shape s = { .B = random_int(1, 3), .Hk = random_int(1, 3), .Sq = any_size(80), .Sk = any_size(140),
-                     .D = any_size(130), .Dv = any_size(130), .fp32_results = one_in(3), .layout = any_layout() };
+    int large = one_in(15); /* several tiles of a kernel in both directions */
+    case_shape s = { .B = random_int(1, 3), .Hk = random_int(1, large ? 1 : 3), .Sq = large ? random_int(1, 300) : any_size(80),
+                     .Sk = large ? random_int(1, 700) : any_size(140), .D = any_size(large ? 40 : 130),
+                     .Dv = any_size(large ? 40 : 130), .fp32_results = one_in(3), .layout = any_layout() };
     s.Hq = s.Hk * random_int(1, 3);
     s.form = one_in(2) ? DENSE : (case_form)random_int(PADDED, kernel->backward ? RAGGED : PAGED);
     s.page = random_int(1, 40);
@@ -93,35 +95,69 @@ static void try_problem(const heed_kernel_info *kernel)
     test_case c = case_new(kernel, s);
     any_band(&c.a);
     any_extras(&c);
-    if (!kernel->backward && one_in(4))
-        c.a.lse.data = NULL;
-    case_check(&c);
-    case_free(&c);
+    return c;
+}
+
+static char again[64]; /* how to repeat the problem being tried; a failure leaves the test by a jump */
+
+static int64_t problems(void)
+{
+    const char *text = getenv("HEED_TEST_CASES");
+    return text && *text ? strtoll(text, NULL, 0) : 1000;
+}
+
+static void seed_problem(int64_t n)
+{
+    unsigned long long seed = test_seed() + (uint64_t)n;
+    snprintf(again, sizeof again, "HEED_TEST_SEED=%llu HEED_TEST_CASES=1", seed);
+    seed_random(seed);
 }
 
 TEST(random_problems_agree_with_the_reference)
 {
-    const char *text = getenv("HEED_TEST_CASES");
-    int64_t cases = text && *text ? strtoll(text, NULL, 0) : 1000;
-    for (int64_t n = 0; n < cases; n++) {
-        seed_random(test_seed() + (uint64_t)n);
+    for (int64_t n = 0; n < problems(); n++) {
+        seed_problem(n);
         heed_kernel_info kernel = any_kernel();
         if (!kernel.name)
-            return;
-        /* Kept up to date rather than printed on failure, which leaves this function by a jump. */
-        static char again[64];
-        snprintf(again, sizeof again, "HEED_TEST_SEED=%llu HEED_TEST_CASES=1", (unsigned long long)test_seed() + n);
-        setenv("HEED_TEST_AGAIN", again, 1);
-        try_problem(&kernel);
+            break;
+        test_case c = any_problem(&kernel);
+        if (!kernel.backward && one_in(4))
+            c.a.lse.data = NULL;
+        case_check(&c);
+        case_free(&c);
     }
-    unsetenv("HEED_TEST_AGAIN");
+    again[0] = 0;
+}
+
+/* naive.c in fp64 is a second way to compute the same, written from heed.h on its own. */
+TEST(the_reference_agrees_with_a_second_opinion)
+{
+    const heed_kernel_info fp64 = { .name = "backward_reference_f64", .backend = HEED_REFERENCE, .backward = 1,
+                                    .dtype = HEED_F64 };
+    for (int64_t n = 0; n < problems(); n++) {
+        seed_problem(n);
+        test_case c = any_problem(&fp64);
+        results reference = case_reference(&c), magnitude, naive = case_naive(&c, &magnitude);
+        for (int which = 0; which < OUTPUTS; which++)
+            for (int64_t at = 0; reference.at[which] && at < elements(output_of(&c, which)); at++) {
+                double x = reference.at[which][at], y = naive.at[which][at];
+                if (x != y && !(fabs(x - y) <= 1e-18 * magnitude.at[which][at] + 1e-11 * fabs(y)))
+                    fail_msg("output %d, element %lld is %.15g, by the second opinion %.15g; %s", which, (long long)at, x,
+                             y, case_text(&c));
+            }
+        case_free(&c);
+    }
+    again[0] = 0;
 }
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = { cmocka_unit_test(random_problems_agree_with_the_reference) };
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(random_problems_agree_with_the_reference),
+        cmocka_unit_test(the_reference_agrees_with_a_second_opinion),
+    };
     int failed = RUN_TESTS(tests);
-    if (getenv("HEED_TEST_AGAIN"))
-        printf("to repeat: %s\n", getenv("HEED_TEST_AGAIN"));
+    if (again[0])
+        printf("to repeat: %s\n", again);
     return failed;
 }

@@ -50,11 +50,13 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.key_block = BC;
     f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
     f.row_blocks = (p->Sq + BQ - 1) / BQ;
-    f.block = f.row_blocks ? (p->Sq + f.row_blocks - 1) / f.row_blocks : 0;
+    f.block = f.row_blocks ? round_up((p->Sq + f.row_blocks - 1) / f.row_blocks, 2) : 0; /* even: rows are paired */
     f.q_in_place = usable_in_place(p, &p->a.q, p->D), f.o_in_place = usable_in_place(p, &p->g.d_o, p->Dv);
-    f.k_in_place = usable_in_place(p, &p->a.k, p->D), f.dq_in_place = usable_in_place(p, &p->g.d_q, p->D);
-    f.dk_in_place = p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D);
-    f.dv_in_place = p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv);
+    f.k_in_place = usable_in_place(p, &p->a.k, p->D);
+    int sums_in_place = !p->g.accumulate; /* else each call adds its sum once: one rounding, not one for each product */
+    f.dq_in_place = sums_in_place && p->g.d_q.data && usable_in_place(p, &p->g.d_q, p->D);
+    f.dk_in_place = sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D);
+    f.dv_in_place = sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv);
     f.wide = round_up(p->D, W), f.wide_v = round_up(p->Dv, W);
     f.ldq = units_of(p->D) + W, f.ldv = units_of(p->Dv) + W;
 
@@ -150,6 +152,12 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
         b->finite = rows_are_finite(&q, i0, i0 + b->rows) && rows_are_finite(&d_o, i0, i0 + b->rows);
 }
 
+/* log2(P). S never exceeds the true lse, but it may exceed the rounded one, by much where both are huge. NaN stays. */
+INLINE vec log2_weight(vec s, vec scale, vec minus_lse)
+{
+    return vec_mul(vec_min(vec_zero(), vec_fma(s, scale, minus_lse)), vec_set1(LOG2E));
+}
+
 /* Row r: from products S and dP to P and scale dS, columns [from, to). In `bias`, where wanted: dS before scale and
  * softcap. */
 static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to, int whole, float *bias)
@@ -162,19 +170,19 @@ static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to,
     char hidden[BC];
     for (int64_t c = from; bias && c < to; c++)
         hidden[c] = s[c] == -INFINITY;
-    vec scale = vec_set1(j->changes ? 1 : j->s_scale), log2e = vec_set1(LOG2E);
+    vec scale = vec_set1(j->changes ? 1 : j->s_scale);
     vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]), ds_scale = vec_set1(bias ? 1 : j->p->a.scale);
     if (j->p->drop_below) {
         float keep[BC];
         keep_row(j, &b->span, b->row[r], keep, b->n0, from, to);
         for (int64_t c = from; c < to; c += W) {
-            vec p = vec_exp2(vec_mul(vec_fma(vec_load(s + c), scale, lse), log2e)), k = vec_load(keep + c);
+            vec p = vec_exp2(log2_weight(vec_load(s + c), scale, lse)), k = vec_load(keep + c);
             vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_mul(vec_load(ds + c), k), delta)));
             vec_store(s + c, vec_mul(p, k));
         }
     } else
         for (int64_t c = from; c < to; c += W) {
-            vec p = vec_exp2(vec_mul(vec_fma(vec_load(s + c), scale, lse), log2e));
+            vec p = vec_exp2(log2_weight(vec_load(s + c), scale, lse));
             vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_load(ds + c), delta)));
             vec_store(s + c, p);
         }
@@ -324,7 +332,7 @@ static void add_seen_pairs(backward_block *b, int add)
             keep[0] = 1;
             if (p->drop_below)
                 keep_row(j, &b->span, b->row[r], keep, n, 0, 1);
-            float P = expf(s[0] - b->lse[r]), dS = p->a.scale * P * (dp * keep[0] - b->delta[r]);
+            float P = s[0] > b->lse[r] ? 1 : expf(s[0] - b->lse[r]), dS = p->a.scale * P * (dp * keep[0] - b->delta[r]);
             if (p->a.softcap > 0)
                 dS *= slope[0];
             for (int64_t d = 0; d < p->Dv; d++)
@@ -451,7 +459,7 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
     _Atomic int32_t *turn = turn_of(x, b->span.b, b->h, block);
     source d_q = { p, &b->span, &p->g.d_q, b->h, p->D, 0 };
     int in_place = x->f.dq_in_place, careful = x->j.partial && !(b->finite && b->keys_finite);
-    int add = key_block != bounds.first || (in_place && p->g.accumulate);
+    int add = key_block != bounds.first;
     b->dQ = NULL;
     if (p->g.d_q.data)
         b->dQ = sums_at(&d_q, b->i0, in_place,
@@ -476,7 +484,6 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
         write_rows(&d_q, b->i0, b->rows, b->dQ, b->ld_dq, p->g.accumulate);
 }
 
-/* Sums of dK or dV: zero to begin with, unless they add to what is there. */
 static void clear_sums(float *sums, int64_t ld, int64_t rows, int64_t width)
 {
     for (int64_t r = 0; r < rows; r++)
@@ -503,10 +510,8 @@ static void backward_keys(void *context, int64_t index, int thread)
     source d_k = { p, &b.span, &p->g.d_k, b.hk, p->D, 1 }, d_v = { p, &b.span, &p->g.d_v, b.hk, p->Dv, 1 };
     b.dK = sums_at(&d_k, n0, x->f.dk_in_place, b.dKs, x->f.wide, &b.ld_dk);
     b.dV = sums_at(&d_v, n0, x->f.dv_in_place, b.dVs, x->f.wide_v, &b.ld_dv);
-    if (!x->f.dk_in_place || !p->g.accumulate)
-        clear_sums(b.dK, b.ld_dk, n1 - n0, x->f.wide);
-    if (!x->f.dv_in_place || !p->g.accumulate)
-        clear_sums(b.dV, b.ld_dv, n1 - n0, x->f.wide_v);
+    clear_sums(b.dK, b.ld_dk, n1 - n0, x->f.wide);
+    clear_sums(b.dV, b.ld_dv, n1 - n0, x->f.wide_v);
     for (int64_t h = b.hk * p->G; h < (b.hk + 1) * p->G; h++)
         for (int64_t block = 0; block * x->f.block < b.span.rows; block++) {
             row_bounds bounds = *bounds_of(x, b.span.b, block);

@@ -37,12 +37,15 @@ static void bias_owned(void *context, int64_t index, int thread)
     backward_block b;
     double sums[BQ * BC];
     float *dS = at_bytes(&x->j, x->f.bias) + (int64_t)thread * BQ * LDB;
+    int64_t col = 0, col_step = 1; /* the stride is the same for all sequences, but one without keys does not know it */
     memset(sums, 0, sizeof sums);
     block_of_thread(&b, x, thread);
     for (int64_t bi = 0; bi < p->B; bi++) {
         if (t->shape[0] != 1 && bi != batch)
             continue;
         heed_span_of(p, bi, &b.span);
+        if (b.span.keys)
+            col = b.span.col, col_step = b.span.col_step;
         for (int64_t kb = one_column ? 0 : key_block; kb < (one_column ? x->f.key_blocks : key_block + 1); kb++)
             for (int64_t hk = 0; hk < p->Hk; hk++) {
                 int64_t n0 = kb * x->f.key_block, n1 = HEED_MIN(n0 + x->f.key_block, b.span.keys);
@@ -62,12 +65,10 @@ static void bias_owned(void *context, int64_t index, int thread)
                     }
             }
     }
-    /* to the columns of dbias that the keys of the block stand for; each batch entry has the same key stride */
     int64_t rows = one_row ? 1 : HEED_MIN(x->f.block, p->Sq - block * x->f.block);
-    heed_span_of(p, HEED_MIN(batch, p->B - 1), &b.span);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t c = 0; c < (one_column ? 1 : HEED_MIN(x->f.key_block, x->f.keys - key_block * x->f.key_block)); c++) {
-            int64_t column = one_column ? 0 : b.span.col + (key_block * x->f.key_block + c) * b.span.col_step;
+            int64_t column = one_column ? 0 : col + (key_block * x->f.key_block + c) * col_step;
             if (column < t->shape[3])
                 heed_store(t->data, t->dtype,
                            batch * t->stride[0] + h * t->stride[1] + (block * x->f.block + r) * t->stride[2] + column * t->stride[3],

@@ -8,9 +8,6 @@
 #include "internal.h"
 #include "numbers.h"
 
-/* Rows worth one more thread are those with some tens of microseconds of work. */
-#define ELEMENTS_PER_THREAD 16384
-
 static int64_t row_at(const heed_tensor *t, const int64_t shape[4], int64_t row)
 {
     int64_t i = row % shape[2], h = row / shape[2] % shape[1], b = row / shape[2] / shape[1];
@@ -18,12 +15,6 @@ static int64_t row_at(const heed_tensor *t, const int64_t shape[4], int64_t row)
 }
 
 static double load(const heed_tensor *t, int64_t index) { return heed_load(t->data, t->dtype, index); }
-
-static int useful_threads(const heed_tensor *o, int64_t rows, int threads)
-{
-    int64_t most = HEED_MAX(rows * o->shape[3] / ELEMENTS_PER_THREAD, 1);
-    return (int)HEED_MIN((int64_t)threads, most);
-}
 
 static void merge_row(const heed_tensor tensors[4], int64_t row)
 {
@@ -56,7 +47,6 @@ static void delta_row(const heed_tensor tensors[4], int64_t row)
 static void for_each_row(const heed_tensor tensors[4], int threads, void (*visit)(const heed_tensor *, int64_t))
 {
     const int64_t *shape = tensors[0].shape, rows = shape[0] * shape[1] * shape[2];
-    threads = useful_threads(&tensors[0], rows, threads);
     if (threads <= 1) {
         for (int64_t row = 0; row < rows; row++)
             visit(tensors, row);

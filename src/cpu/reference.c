@@ -66,7 +66,7 @@ static int score(const row *x, int64_t n, pair *pair)
     if (a->mask.data && load(&a->mask, at(&a->mask, s->b, x->h, x->i, column)) == 0)
         return 0;
 
-    double S = a->scale * dot(&a->q, query_at(&a->q, x), &a->k, heed_key_offset(x->p, s, &a->k, x->hk, n), x->p->D);
+    double S = x->p->scale * dot(&a->q, query_at(&a->q, x), &a->k, heed_key_offset(x->p, s, &a->k, x->hk, n), x->p->D);
     pair->cap_slope = 1;
     if (a->softcap > 0) {
         double t = tanh(S / a->softcap);
@@ -203,7 +203,7 @@ static void backward_row(const row *x, const sums *sums)
         double dS = P * (dP - delta);
         if (g->d_bias.data)
             sums->dbias[bias_at(&g->d_bias, x->s->b, x->h, x->i, x->s->col + n * x->s->col_step)] += dS;
-        double dX = a->scale * pair.cap_slope * dS;
+        double dX = p->scale * pair.cap_slope * dS;
         add(dQ, dX, &a->k, heed_key_offset(p, x->s, &a->k, x->hk, n), p->D);
         add(sums->dK + n * p->D, dX, &a->q, q, p->D);
     }

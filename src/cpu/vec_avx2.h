@@ -15,6 +15,7 @@ static inline vec vec_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 static inline vec vec_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
 static inline vec vec_div(vec a, vec b) { return _mm256_div_ps(a, b); }
 static inline vec vec_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vec vec_min(vec a, vec b) { return _mm256_min_ps(a, b); }
 static inline vec vec_max(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec vec_split(vec x, vec *fraction)
 {

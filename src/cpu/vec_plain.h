@@ -31,7 +31,8 @@ static inline vec vec_less(vec a, vec b, vec x, vec y)
     return (vec)(((vec_int)x & m) | ((vec_int)y & ~m));
 }
 
-/* The larger; b where one of them is NaN. */
+/* The smaller, the larger; b where one of them is NaN. */
+static inline vec vec_min(vec a, vec b) { return vec_less(a, b, a, b); }
 static inline vec vec_max(vec a, vec b) { return vec_less(b, a, a, b); }
 static inline vec vec_abs(vec x) { return (vec)((vec_int)x & (vec_int){ INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX }); }
 

@@ -3,7 +3,7 @@
 #define LOG2E 1.44269504088896341f
 #define LN2 0.693147180559945309f
 
-/* 2^x for x <= 0 or moderately above; relative error 1e-7. x = n + f with |f| <= 1/2, and 2^f by a polynomial of
+/* 2^x for x <= 0 or moderately above; relative error below 2e-7. x = n + f with |f| <= 1/2, and 2^f by a polynomial of
  * degree 5 that is exact at 0. 2^-inf = 0, NaN stays. */
 INLINE vec vec_exp2(vec x)
 {

@@ -92,7 +92,7 @@ constexpr int BR = 128;
 
 template <int D, int BC> struct shared_dq {
     char Q[BR * D * 2], dO[BR * D * 2], K[2][BC * D * 2], V[2][BC * D * 2];
-    int low[BR], high[BR];
+    int low[BR], high[BR], inside, outside; /* all rows see keys inside .. outside */
     span sequence;
     head of;
     key_rows k, v;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 #if __CUDA_ARCH__ >= 800
     constexpr int BC = keys_at_once<D, GENERAL>, MT = 2, NT = BC / 8;
     typedef query_major<MT, NT> own_tile;
-    extern __shared__ __align__(128) char memory[];
+    extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_dq<D, BC> *)memory;
     const uint32_t sQ = shared_address(s.Q), sdO = shared_address(s.dO);
     constexpr uint32_t TILE = BC * D * 2;
@@ -126,17 +126,13 @@ __global__ void __launch_bounds__(THREADS, 2)
         return;
     const int rows = min(BR, q.rows - i0);
     band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
-    const char *q_first = a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2;
-    const char *do_first = a.d_o.data + row_at(a.d_o, q.q_batch, x.h, q.q_row + i0) * 2;
-    copy_rows<D, BR, THREADS>(sQ, a.D, a.q.data, [&](int r) {
-        return r < rows ? q_first + r * a.q.stride[2] * 2 : (const char *)NULL;
-    });
-    copy_rows<D, BR, THREADS>(sdO, a.Dv, a.d_o.data, [&](int r) {
-        return r < rows ? do_first + r * a.d_o.stride[2] * 2 : (const char *)NULL;
-    });
+    copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2, a.q.stride[2] * 2, rows, a.D);
+    copy_rows<D, BR, THREADS>(sdO, a.d_o.data + row_at(a.d_o, q.q_batch, x.h, q.q_row + i0) * 2, a.d_o.stride[2] * 2, rows,
+                              a.Dv);
     __syncthreads();
     const int first = min(s.low[0], s.low[rows - 1]) / 8 * 8, last = max(s.high[0], s.high[rows - 1]);
-    const int inside = max(s.low[0], s.low[rows - 1]), outside = min(s.high[0], s.high[rows - 1]);
+    if (threadIdx.x == 0)
+        s.inside = max(s.low[0], s.low[rows - 1]), s.outside = min(s.high[0], s.high[rows - 1]);
     float L[2 * MT], delta[2 * MT];
     facts += ((int64_t)q.q_batch * a.Hq + x.h) * a.q_rows + q.q_row + i0;
 #pragma unroll
@@ -163,7 +159,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         }
         commit_copies();
         float S[MT][NT][4], dP[MT][NT][4];
-        const bool whole = n0 >= inside && n0 + BC <= outside;
+        const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
         own_tile t = { S, s.low, s.high, i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
         own_tile dt = { dP, s.low, s.high, t.i0, t.n0, t.row0 };
         slopes<own_tile> slope;
@@ -221,11 +217,12 @@ template <int D, int MT> struct left_rows {
     __device__ void read(uint32_t tile, int row)
     {
         const int lane = threadIdx.x % 32;
+        const uint32_t first = chunk_at<D>(tile, row + lane % 16, lane / 16);
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int k = 0; k < D / 16; k++)
-                load_matrices(x[m][k], chunk_at<D>(tile, row + m * 16 + lane % 16, k * 2 + lane / 16));
+                load_matrices(x[m][k], along<D>(first, k * 2) + m * 16 * D * 2);
     }
 };
 
@@ -233,12 +230,13 @@ template <class T, int D, int MT, int NT>
 __device__ inline void multiply_left(float (&X)[MT][NT][4], const left_rows<D, MT> &A, uint32_t B)
 {
     const int lane = threadIdx.x % 32;
+    const uint32_t b_first = chunk_at<D>(B, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             uint32_t b[4];
-            load_matrices(b, chunk_at<D>(B, n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+            load_matrices(b, along<D>(b_first, k * 2) + n * 8 * D * 2);
 #pragma unroll
             for (int m = 0; m < MT; m++) {
                 multiply(X[m][n], A.x[m][k], b[0], b[1], T());
@@ -254,14 +252,10 @@ __device__ static void meet_queries(shared_dkv<D, BN, BQ> &s, int slot, const ar
 {
     const span &q = s.sequence;
     const int rows = q.rows - i0;
-    const char *q_first = a.q.data + row_at(a.q, q.q_batch, h, q.q_row + i0) * 2;
-    const char *do_first = a.d_o.data + row_at(a.d_o, q.q_batch, h, q.q_row + i0) * 2;
-    copy_rows<D, BQ, THREADS>(shared_address(s.Q[slot]), a.D, a.q.data, [&](int r) {
-        return r < rows ? q_first + r * a.q.stride[2] * 2 : (const char *)NULL;
-    });
-    copy_rows<D, BQ, THREADS>(shared_address(s.dO[slot]), a.Dv, a.d_o.data, [&](int r) {
-        return r < rows ? do_first + r * a.d_o.stride[2] * 2 : (const char *)NULL;
-    });
+    copy_rows<D, BQ, THREADS>(shared_address(s.Q[slot]), a.q.data + row_at(a.q, q.q_batch, h, q.q_row + i0) * 2,
+                              a.q.stride[2] * 2, rows, a.D);
+    copy_rows<D, BQ, THREADS>(shared_address(s.dO[slot]), a.d_o.data + row_at(a.d_o, q.q_batch, h, q.q_row + i0) * 2,
+                              a.d_o.stride[2] * 2, rows, a.Dv);
     if (threadIdx.x < BQ) {
         const float2 *from = facts + ((int64_t)q.q_batch * a.Hq + h) * a.q_rows + q.q_row + i0;
         const bool real = (int)threadIdx.x < rows;
@@ -282,7 +276,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     constexpr int MT = 128 / D, BN = WARPS * 16 * MT, BQ = queries_at_once<D, GENERAL>, NT = BQ / 8;
     constexpr bool HOLD = D == 128 && !GENERAL; /* K and V in registers: there is room, and shared memory is the limit */
     typedef key_major<MT, NT> own_tile;
-    extern __shared__ __align__(128) char memory[];
+    extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_dkv<D, BN, BQ> *)memory;
     const uint32_t sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;

@@ -8,7 +8,7 @@ constexpr int BR = 128, WARPS = 4, THREADS = 32 * WARPS, MT = 2;
 
 template <int D, int BC> struct shared_forward {
     char Q[BR * D * 2], K[BC * D * 2], V[BC * D * 2];
-    int low[BR], high[BR];
+    int low[BR], high[BR], inside, outside; /* all rows see keys inside .. outside */
     span sequence; /* what is looked at once for each tile lies here and not in registers */
     head of;
     key_rows k, v;
@@ -85,7 +85,7 @@ template <class T, int D, bool GENERAL>
 __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant__ args a, int tiles)
 {
 #if __CUDA_ARCH__ >= 800
-    extern __shared__ __align__(128) char memory[];
+    extern __shared__ __align__(1024) char memory[];
     constexpr int BC = keys_at_once<D, GENERAL>, NT = BC / 8;
     auto &s = *(shared_forward<D, BC> *)memory;
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
@@ -103,13 +103,11 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
         return;
     const int rows = min(BR, q.rows - i0);
     band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
-    const char *q_first = a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2;
-    const int64_t q_step = a.q.stride[2] * 2;
-    copy_rows<D, BR, THREADS>(sQ, a.D, a.q.data,
-                              [&](int r) { return r < rows ? q_first + r * q_step : (const char *)NULL; });
+    copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2, a.q.stride[2] * 2, rows, a.D);
     __syncthreads();
     const int first = min(s.low[0], s.low[rows - 1]) / 8 * 8, last = max(s.high[0], s.high[rows - 1]);
-    const int inside = max(s.low[0], s.low[rows - 1]), outside = min(s.high[0], s.high[rows - 1]);
+    if (threadIdx.x == 0)
+        s.inside = max(s.low[0], s.low[rows - 1]), s.outside = min(s.high[0], s.high[rows - 1]);
 
     float O[MT][D / 8][4], m[MT * 2], l[MT * 2];
     clear(O);
@@ -134,7 +132,7 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
         if (n0 + BC < last)
             copy_keys<D, BC, THREADS>(sK, a, q, a.k, s.k, x.hk, n0 + BC, q.keys, a.D);
         commit_copies();
-        const bool whole = n0 >= inside && n0 + BC <= outside;
+        const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
         query_major<MT, NT> t = { S, s.low, s.high, i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
         if (GENERAL)
             score(t, a, q, x, whole);

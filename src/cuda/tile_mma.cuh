@@ -15,17 +15,41 @@ template <int D> __device__ inline uint32_t chunk_at(uint32_t tile, int row, int
     return tile + row * D * 2 + ((chunk ^ (row & 7)) << 4);
 }
 
+/* The address of chunk c of a row follows from that of its chunk 0 or 1 by one exclusive or with a constant: tiles start
+ * at multiples of 1 KB, and 8 rows down is 8 rows' bytes further. c is even. */
+template <int D> __device__ inline uint32_t along(uint32_t address, int c)
+{
+    return (address ^ ((c & 6) << 4)) + ((c & 8) << 4);
+}
+
 /* ---- Memory to shared memory -------------------------------------------------------------------------------------- */
 
-/* Copies COUNT rows, row r from from(r), which is NULL for a row of zeros; each is `width` elements wide. */
-template <int D, int COUNT, int THREADS, class From>
-__device__ inline void copy_rows(uint32_t tile, int width, const void *somewhere, From from)
+/* Copies COUNT rows that lie `step` bytes apart, those from `rows` on as zeros; each is `width` elements wide. */
+template <int D, int COUNT, int THREADS>
+__device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step, int rows, int width)
 {
     constexpr int CHUNKS = D / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
-    const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+    static_assert(ROWS_AT_ONCE % 8 == 0, "so that a thread's chunks have one place in their rows");
+    const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
     const int bytes = max(0, min(16, (width - chunk * 8) * 2));
-#pragma unroll 2
-    for (int r = first; r < COUNT; r += ROWS_AT_ONCE) {
+    const char *from = first + row * step + chunk * 16;
+    const uint32_t to = chunk_at<D>(tile, row, chunk);
+    step *= ROWS_AT_ONCE;
+#pragma unroll
+    for (int r = 0; r < COUNT; r += ROWS_AT_ONCE, from += step)
+        if (ROWS_AT_ONCE <= COUNT || row < COUNT)
+            copy_async(to + r * D * 2, from, r + row < rows ? bytes : 0);
+}
+
+/* The same for rows that lie anywhere: row r at from(r), which is NULL for zeros. */
+template <int D, int COUNT, int THREADS, class From>
+__device__ inline void copy_scattered_rows(uint32_t tile, int width, const void *somewhere, From from)
+{
+    constexpr int CHUNKS = D / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS;
+    const int bytes = max(0, min(16, (width - chunk * 8) * 2));
+#pragma unroll 1
+    for (int r = threadIdx.x / CHUNKS; r < COUNT; r += ROWS_AT_ONCE) {
         const char *row = (const char *)from(r);
         copy_async(chunk_at<D>(tile, r, chunk), row ? row + chunk * 16 : (const char *)somewhere, row ? bytes : 0);
     }
@@ -49,16 +73,13 @@ template <int D, int COUNT, int THREADS>
 __device__ inline void copy_keys(uint32_t tile, const args &a, const span &s, const view &t, const key_rows &k, int hk,
                                  int n0, int keys, int width)
 {
-    if (!a.page) {
-        const char *first = k.first + n0 * k.step;
-        copy_rows<D, COUNT, THREADS>(tile, width, t.data,
-                                     [&](int r) { return n0 + r < keys ? first + r * k.step : (const char *)NULL; });
-    } else {
-        copy_rows<D, COUNT, THREADS>(tile, width, t.data, [&](int r) {
+    if (!a.page)
+        copy_rows<D, COUNT, THREADS>(tile, k.first + n0 * k.step, k.step, keys - n0, width);
+    else
+        copy_scattered_rows<D, COUNT, THREADS>(tile, width, t.data, [&](int r) {
             int64_t at = n0 + r < keys ? key_at(a, s, t, hk, n0 + r) : NOWHERE;
             return at == NOWHERE ? (const char *)NULL : t.data + at * 2;
         });
-    }
 }
 
 /* ---- Products ----------------------------------------------------------------------------------------------------- */
@@ -91,16 +112,18 @@ template <class T, int D, int MT, int NT>
 __device__ inline void multiply_rows(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row)
 {
     const int lane = threadIdx.x % 32;
+    const uint32_t a_first = chunk_at<D>(A, a_row + lane % 16, lane / 16);
+    const uint32_t b_first = chunk_at<D>(B, b_row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         uint32_t a[MT][4];
 #pragma unroll
         for (int m = 0; m < MT; m++)
-            load_matrices(a[m], chunk_at<D>(A, a_row + m * 16 + lane % 16, k * 2 + lane / 16));
+            load_matrices(a[m], along<D>(a_first, k * 2) + m * 16 * D * 2);
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             uint32_t b[4];
-            load_matrices(b, chunk_at<D>(B, b_row + n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+            load_matrices(b, along<D>(b_first, k * 2) + n * 8 * D * 2);
 #pragma unroll
             for (int m = 0; m < MT; m++) {
                 multiply(X[m][n], a[m], b[0], b[1], T());
@@ -130,12 +153,13 @@ template <class T, int D, int MT, int KT>
 __device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const uint32_t (&P)[MT][KT][4], uint32_t B, int b_row)
 {
     const int lane = threadIdx.x % 32;
+    const uint32_t b_first = chunk_at<D>(B, b_row + lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < KT; k++)
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
             uint32_t b[4];
-            load_matrices_transposed(b, chunk_at<D>(B, b_row + k * 16 + lane % 16, n + lane / 16));
+            load_matrices_transposed(b, along<D>(b_first, n) + k * 16 * D * 2);
 #pragma unroll
             for (int m = 0; m < MT; m++) {
                 multiply(Y[m][n], P[m][k], b[0], b[1], T());
