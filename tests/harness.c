@@ -1,4 +1,4 @@
-/* The test harness; harness.h says what it does. */
+/* Problems and their memory, and how to run them; compare.c judges the results. harness.h says what is what. */
 #include "harness.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -25,7 +25,7 @@ const test_layout BSHD = { .order = { 0, 2, 1, 3 } };
 
 /* ---- Random numbers --------------------------------------------------------------------------------------------- */
 
-static uint64_t random_state;
+static uint64_t random_state, last_seed;
 
 uint64_t test_seed(void)
 {
@@ -39,7 +39,11 @@ void print_seed(void)
     seed_random(test_seed());
 }
 
-void seed_random(uint64_t seed) { random_state = seed * 0x9E3779B97F4A7C15u; }
+void seed_random(uint64_t seed)
+{
+    last_seed = seed;
+    random_state = seed * 0x9E3779B97F4A7C15u;
+}
 
 uint64_t random_bits(void) /* splitmix64 */
 {
@@ -229,8 +233,7 @@ void set(const heed_tensor *t, int64_t b, int64_t h, int64_t i, int64_t c, doubl
 
 int64_t elements(const heed_tensor *t) { return t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3]; }
 
-/* Element number n in the order of the dimensions. */
-static int64_t nth(const heed_tensor *t, int64_t n)
+int64_t nth(const heed_tensor *t, int64_t n)
 {
     const int64_t *s = t->shape;
     return element(t, n / s[3] / s[2] / s[1], n / s[3] / s[2] % s[1], n / s[3] % s[2], n % s[3]);
@@ -487,6 +490,7 @@ const char *case_text(const test_case *c)
     write_int32s(text, size, "offsets_q", a->offsets_q, B + 1);
     write_int32s(text, size, "offsets_k", a->offsets_k, B + 1);
     write_number(text, size, "threads", c->x.threads);
+    snprintf(text + strlen(text), size - strlen(text), " HEED_TEST_SEED=%llu", (unsigned long long)last_seed);
     return text;
 }
 
@@ -531,172 +535,3 @@ static void run_pass(test_case *c, heed_pass pass)
 void case_forward(test_case *c) { run_pass(c, HEED_FORWARD); }
 
 void case_backward(test_case *c) { run_pass(c, HEED_BACKWARD); }
-
-/* ---- Results ---------------------------------------------------------------------------------------------------- */
-
-static const char *const output_name[OUTPUTS] = { "o", "lse", "d_q", "d_k", "d_v", "d_bias", "d_sink" };
-
-heed_tensor *output_of(test_case *c, int which)
-{
-    heed_tensor *all[OUTPUTS] = { &c->a.o,   &c->a.lse,    &c->g.d_q,   &c->g.d_k,
-                                  &c->g.d_v, &c->g.d_bias, &c->g.d_sink };
-    return all[which];
-}
-
-results case_results(test_case *c)
-{
-    results r;
-    for (int which = 0; which < OUTPUTS; which++)
-        r.at[which] = unpack(c, output_of(c, which));
-    return r;
-}
-
-static void to_f64(test_case *c, heed_tensor *t)
-{
-    t->data = unpack(c, t);
-    t->dtype = HEED_F64;
-    memset(t->stride, 0, sizeof t->stride);
-}
-
-/* heed_check() wants d_sink in fp32; the reference itself writes what it is given. */
-static void check_and_run(heed_attention *a, heed_gradient *g, test_case *c)
-{
-    heed_exec x = { .backend = HEED_REFERENCE };
-    heed_plan plan = { .threads = 1 };
-    heed_problem p;
-    heed_status status = heed_check(a, g, &x, 0, &p);
-    if (!status)
-        status = heed_check_lengths(&p);
-    if (status)
-        fail_msg("the reference: %s; %s", heed_last_error(), case_text(c));
-    p.g.d_sink.dtype = HEED_F64;
-    size_t bytes = g ? heed_backward_workspace_reference(&p, &plan) : heed_forward_workspace_reference(&p, &plan);
-    x.workspace = malloc(bytes + 1);
-    g ? heed_backward_reference(&p, &plan, &x) : heed_forward_reference(&p, &plan, &x);
-    free(x.workspace);
-}
-
-results case_reference(test_case *c)
-{
-    heed_attention a = c->a;
-    heed_gradient g = c->g;
-    results r = { .at = { NULL } };
-    heed_tensor *inputs[] = { &a.q, &a.k, &a.v, &a.bias, &g.d_o };
-    heed_tensor *outputs[OUTPUTS] = { &a.o, &a.lse, &g.d_q, &g.d_k, &g.d_v, &g.d_bias, &g.d_sink };
-    if (!a.lse.data) /* backward reads it, so there has to be one */
-        a.lse = new_tensor(c, HEED_F32, a.q.shape[0], a.q.shape[1], a.q.shape[2], 1, NULL);
-    for (int n = 0; n < COUNT(inputs); n++)
-        to_f64(c, inputs[n]);
-    for (int which = 0; which < OUTPUTS; which++) {
-        to_f64(c, outputs[which]);
-        r.at[which] = outputs[which]->data;
-    }
-    g.d_sink.dtype = HEED_F32;
-    g.delta.data = NULL;
-    g.accumulate = 0;
-    check_and_run(&a, NULL, c);
-    if (c->kernel.backward)
-        check_and_run(&a, &g, c);
-    return r;
-}
-
-void expect_same_bits(const test_case *c, const char *what, const heed_tensor *x, const heed_tensor *y)
-{
-    size_t size = heed_dtype_size(x->dtype);
-    assert_int_equal(elements(x), elements(y));
-    for (int64_t n = 0; n < elements(x); n++) {
-        int64_t x_at = nth(x, n), y_at = nth(y, n);
-        if (memcmp((char *)x->data + x_at * (int64_t)size, (char *)y->data + y_at * (int64_t)size, size))
-            fail_msg("%s: element %lld is %.9g here and %.9g there; %s", what, (long long)n,
-                     heed_load(x->data, x->dtype, x_at), heed_load(y->data, y->dtype, y_at), case_text(c));
-    }
-}
-
-/* Half the distance from 1 to the next number. */
-static double unit_roundoff(heed_dtype dtype)
-{
-    return dtype == HEED_BF16 ? 0x1p-8 : dtype == HEED_F16 ? 0x1p-11 : dtype == HEED_F32 ? 0x1p-24 : 0x1p-53;
-}
-
-static int outputs_of(heed_pass pass, int *first)
-{
-    *first = pass == HEED_FORWARD ? OUT_O : OUT_DQ;
-    return pass == HEED_FORWARD ? OUT_LSE : OUT_DSINK;
-}
-
-/* Where the result is not finite, which of inf and NaN it is depends on the order of the sum; lse has one order. */
-static int agrees(int which, double x, double expected, double tolerance)
-{
-    if (!isfinite(expected) && which != OUT_LSE)
-        return !isfinite(x);
-    if (isnan(expected))
-        return isnan(x);
-    return x == expected || fabs(x - expected) <= tolerance;
-}
-
-void expect_close(test_case *c, heed_pass pass)
-{
-    int first, last = outputs_of(pass, &first), owned = c->buffer_count;
-    results got = case_results(c), expected = case_reference(c), magnitude;
-    case_naive(c, &magnitude);
-    for (int which = first; which <= last; which++) {
-        const heed_tensor *t = output_of(c, which);
-        double u = unit_roundoff(which == OUT_LSE ? HEED_F32 : c->kernel.dtype), u_out = unit_roundoff(t->dtype);
-        double tiny = t->dtype == HEED_F16 ? 0x1p-24 : 0x1p-100; /* room for kernels that flush subnormals to zero */
-        for (int64_t n = 0; n < elements(t) && t->data; n++) {
-            double tolerance = 4 * u * magnitude.at[which][n] + 2 * u_out * fabs(expected.at[which][n]) + tiny;
-            if (!agrees(which, got.at[which][n], expected.at[which][n], tolerance))
-                fail_msg("%s: element %lld is %.9g, should be %.9g, give or take %.3g; %s", output_name[which],
-                         (long long)n, got.at[which][n], expected.at[which][n], tolerance, case_text(c));
-        }
-    }
-    free_since(c, owned);
-}
-
-void case_check(test_case *c)
-{
-    case_forward(c);
-    if (c->kernel.backward)
-        case_backward(c);
-    expect_close(c, c->kernel.backward ? HEED_BACKWARD : HEED_FORWARD);
-}
-
-static void measure(const double *x, const double *expected, int64_t count, double *max, double *rms)
-{
-    double sum = 0;
-    *max = 0;
-    for (int64_t n = 0; n < count; n++) {
-        double error = fabs(x[n] - expected[n]);
-        *max = error > *max || error != error ? error : *max;
-        sum += error * error;
-    }
-    *rms = sqrt(sum / (double)HEED_MAX(count, 1));
-}
-
-/* A single largest error is a matter of luck, so max has some room; RMS has none but for fp32, where both errors are
- * a few roundings. */
-void expect_as_accurate_as_naive(test_case *c, heed_pass pass)
-{
-    int first, last = outputs_of(pass, &first), owned = c->buffer_count;
-    results got = case_results(c), expected = case_reference(c), magnitude, naive = case_naive(c, &magnitude);
-    for (int which = first; which <= last; which++) {
-        const heed_tensor *t = output_of(c, which);
-        if (!t->data || which == OUT_LSE)
-            continue;
-        double max, rms, naive_max, naive_rms, largest, ignored;
-        double *zero = calloc((size_t)elements(t), sizeof *zero);
-        measure(got.at[which], expected.at[which], elements(t), &max, &rms);
-        measure(naive.at[which], expected.at[which], elements(t), &naive_max, &naive_rms);
-        measure(expected.at[which], zero, elements(t), &largest, &ignored);
-        free(zero);
-        double times = pass == HEED_BACKWARD ? 2 : 1, rms_room = c->kernel.dtype == HEED_F32 ? 1.1 : 1;
-        double floor = unit_roundoff(HEED_MIN(t->dtype, HEED_F64)) * largest;
-        if (getenv("HEED_TEST_VERBOSE"))
-            printf("%-28s %-6s max %.3g of naive %.3g, rms %.3g of naive %.3g\n", c->kernel.name, output_name[which],
-                   max, naive_max, rms, naive_rms);
-        if (!(max <= 1.25 * times * naive_max + floor) || !(rms <= rms_room * times * naive_rms + floor / 64))
-            fail_msg("%s: error max %.3g, rms %.3g; naive has max %.3g, rms %.3g; %s", output_name[which], max, rms,
-                     naive_max, naive_rms, case_text(c));
-    }
-    free_since(c, owned);
-}

@@ -68,12 +68,12 @@ extern const test_layout BSHD;
 typedef enum case_form { DENSE, PADDED, RAGGED, PAGED } case_form;
 
 typedef struct case_shape {
-    int64_t B, Hq, Hk, Sq, Sk, D, Dv;        /* 0: 1, 1, Hq, 1, Sq, 1, D */
-    int fp32_results;                        /* o, d_o and the gradients are fp32 whatever q is */
-    test_layout layout;                      /* of q, k, v, o and their gradients */
+    int64_t B, Hq, Hk, Sq, Sk, D, Dv; /* 0: 1, 1, Hq, 1, Sq, 1, D */
+    int fp32_results;                 /* o, d_o and the gradients are fp32 whatever q is */
+    test_layout layout;               /* of q, k, v, o and their gradients */
     case_form form;
-    const int32_t *rows_of, *keys_of;        /* B lengths each; NULL: all Sq or Sk long, in RAGGED and PAGED too */
-    int64_t page;                            /* PAGED: rows of a page; 0: 16 */
+    const int32_t *rows_of, *keys_of; /* B lengths each; NULL: all Sq or Sk long, in RAGGED and PAGED too */
+    int64_t page;                     /* PAGED: rows of a page; 0: 16 */
 } case_shape;
 
 typedef struct test_buffer {
@@ -113,12 +113,13 @@ int64_t case_sequences(const test_case *c);
 int64_t case_rows(const test_case *c);
 int64_t case_keys(const test_case *c);
 
-/* One line for a message: the kernel and every field that is not its default. */
+/* One line for a message: the kernel, every field that is not its default, the seed. */
 const char *case_text(const test_case *c);
 
 /* ---- Elements --------------------------------------------------------------------------------------------------- */
 
 int64_t element(const heed_tensor *t, int64_t b, int64_t h, int64_t i, int64_t c); /* broadcasts sizes of 1 */
+int64_t nth(const heed_tensor *t, int64_t n); /* element number n in the order of the dimensions */
 double get(const heed_tensor *t, int64_t b, int64_t h, int64_t i, int64_t c);
 void set(const heed_tensor *t, int64_t b, int64_t h, int64_t i, int64_t c, double x);
 int64_t elements(const heed_tensor *t);
@@ -133,11 +134,11 @@ heed_tensor slice(heed_tensor t, int dimension, int64_t first, int64_t step, int
 /* Through the public calls, with a workspace of exactly the size asked for. The kernel is the case's own row for its
  * pass, and the row of the same family for the other pass. */
 heed_status case_try(test_case *c, heed_pass pass);
-void case_forward(test_case *c);  /* fails the test unless HEED_OK, or where a guard or a gap was written */
+void case_forward(test_case *c); /* fails the test unless HEED_OK, or where a guard or a gap was written */
 void case_backward(test_case *c);
 void case_guards(const test_case *c);
 
-/* ---- Results ---------------------------------------------------------------------------------------------------- */
+/* ---- Results: compare.c ------------------------------------------------------------------------------------------ */
 
 enum { OUT_O, OUT_LSE, OUT_DQ, OUT_DK, OUT_DV, OUT_DBIAS, OUT_DSINK, OUTPUTS };
 

@@ -1,6 +1,6 @@
-/* The plain computation: S = Q K^T, softmax, O = P V and their gradients as a framework does them, one matrix at a time,
- * each rounded to the dtype, sums in fp32. It is written from heed.h alone and shares no code with src/ but the dropout
- * bits, so it is also a second opinion on which key a row sees. In fp64 nothing is rounded.
+/* The plain computation: S = Q K^T, softmax, O = P V and their gradients as a framework does them, one matrix at a
+ * time, each rounded to the dtype, sums in fp32. It is written from heed.h alone and shares no code with src/ but the
+ * dropout bits, so it is also a second opinion on which key a row sees. In fp64 nothing is rounded.
  *
  * Beside each value goes a magnitude: the same sums over absolute values, which is what the rounding errors of any way
  * to compute it are proportional to.
@@ -144,7 +144,10 @@ static double score(const plain *n, head *x, int64_t i, int64_t j)
 /* How many roundings to the dtype an error of the scores, which are in fp32, amounts to in P. */
 static double sensitivity(const plain *n, const head *x, int64_t i)
 {
-    double u = n->dtype == HEED_BF16 ? 0x1p-8 : n->dtype == HEED_F16 ? 0x1p-11 : n->dtype == HEED_F32 ? 0x1p-24 : 0x1p-53;
+    double u = n->dtype == HEED_BF16  ? 0x1p-8
+               : n->dtype == HEED_F16 ? 0x1p-11
+               : n->dtype == HEED_F32 ? 0x1p-24
+                                      : 0x1p-53;
     return 1 + (8 + x->S_size[i]) * (0x1p-24 / u);
 }
 
@@ -292,8 +295,14 @@ static double *zeros(test_case *c, const heed_tensor *t)
 results case_naive(test_case *c, results *magnitude)
 {
     const heed_attention *a = &c->a;
-    plain n = { .c = c, .dtype = c->kernel.dtype, .Hq = a->q.shape[1], .Hk = a->k.shape[1], .D = a->q.shape[3],
-                .Dv = a->v.shape[3], .cap = a->softcap, .drop_below = (uint32_t)lrint(a->dropout * 65536.0) };
+    plain n = { .c = c,
+                .dtype = c->kernel.dtype,
+                .Hq = a->q.shape[1],
+                .Hk = a->k.shape[1],
+                .D = a->q.shape[3],
+                .Dv = a->v.shape[3],
+                .cap = a->softcap,
+                .drop_below = (uint32_t)lrint(a->dropout * 65536.0) };
     n.scale = a->zero_scale ? 0 : a->scale != 0 ? a->scale : 1 / sqrt((double)n.D);
     n.q = unpack(c, &a->q), n.k = unpack(c, &a->k), n.v = unpack(c, &a->v);
     n.dO = c->kernel.backward ? unpack(c, &c->g.d_o) : NULL;

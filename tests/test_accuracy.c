@@ -19,8 +19,10 @@ static void expect_accurate(heed_pass pass, case_shape shape, int causal, double
     }
 }
 
-#define DENSE_SHAPE (case_shape){ .Hq = 2, .Sq = 160, .D = 64 }
-#define LONG_SHAPE (case_shape){ .Hq = 2, .Hk = 1, .Sq = 24, .Sk = 1100, .D = 80, .Dv = 48 }
+#define DENSE_SHAPE                                                                                                    \
+    (case_shape) { .Hq = 2, .Sq = 160, .D = 64 }
+#define LONG_SHAPE                                                                                                     \
+    (case_shape) { .Hq = 2, .Hk = 1, .Sq = 24, .Sk = 1100, .D = 80, .Dv = 48 }
 
 TEST(o_is_as_accurate_as_the_naive_computation) { expect_accurate(HEED_FORWARD, DENSE_SHAPE, 0, 1); }
 

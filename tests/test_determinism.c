@@ -129,8 +129,8 @@ TEST(a_batch_is_its_members)
         heed_tensor whole[OUTPUTS];
         renew(&c, whole);
         one.a = c.a, one.g = c.g;
-        heed_tensor *single[] = { &one.a.q, &one.a.k, &one.a.v, &one.g.d_o, &one.a.o, &one.a.lse, &one.g.d_q,
-                                  &one.g.d_k, &one.g.d_v };
+        heed_tensor *single[] = { &one.a.q,   &one.a.k,   &one.a.v,   &one.g.d_o, &one.a.o,
+                                  &one.a.lse, &one.g.d_q, &one.g.d_k, &one.g.d_v };
         for (int n = 0; n < COUNT(parts); n++)
             *single[n] = slice(slice(*parts[n], 0, 1, 1, 1), 1, parts[n]->shape[1] / 2, 1, parts[n]->shape[1] / 2);
         run(&one);
@@ -148,7 +148,9 @@ TEST(a_ragged_batch_is_its_members)
 {
     static const int32_t rows[] = { 50, 33, 3 }, keys[] = { 20, 70, 90 };
     for_each_kernel(EITHER_PASS, kernel) {
-        test_case c = case_new(&kernel, (case_shape){ .B = 3, .Hq = 2, .D = 24, .form = RAGGED, .rows_of = rows, .keys_of = keys });
+        test_case c = case_new(&kernel,
+                               (case_shape){
+                                   .B = 3, .Hq = 2, .D = 24, .form = RAGGED, .rows_of = rows, .keys_of = keys });
         run(&c);
         test_case one = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 33, .Sk = 70, .D = 24 });
         one.a.q = slice(c.a.q, 2, 50, 1, 33), one.g.d_o = slice(c.g.d_o, 2, 50, 1, 33);

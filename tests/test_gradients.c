@@ -43,7 +43,9 @@ TEST(sequences_without_keys_do_not_move_the_gradient_of_a_shared_bias)
 {
     static const int32_t keys[] = { 0, 2, 20 };
     for_each_kernel(HEED_BACKWARD, kernel) {
-        test_case c = case_new(&kernel, (case_shape){ .B = 3, .Hq = 2, .Sq = 4, .Sk = 20, .D = 8, .form = PADDED, .keys_of = keys });
+        test_case c = case_new(&kernel,
+                               (case_shape){
+                                   .B = 3, .Hq = 2, .Sq = 4, .Sk = 20, .D = 8, .form = PADDED, .keys_of = keys });
         case_bias(&c, kernel.dtype, 1, 1, 1, 20);
         c.a.align = HEED_ALIGN_POSITION;
         c.a.key_position = 1;

@@ -8,8 +8,16 @@ static void check_form(case_form form, int with_rows, int with_keys, void (*chan
     for_each_kernel(EITHER_PASS, kernel) {
         if (form == PAGED && kernel.backward)
             continue;
-        test_case c = case_new(&kernel, (case_shape){ .B = 4, .Hq = 4, .Hk = 2, .Sq = 40, .Sk = 50, .D = 20, .Dv = 12,
-                                                      .form = form, .page = 8, .rows_of = with_rows ? rows : NULL,
+        test_case c = case_new(&kernel, (case_shape){ .B = 4,
+                                                      .Hq = 4,
+                                                      .Hk = 2,
+                                                      .Sq = 40,
+                                                      .Sk = 50,
+                                                      .D = 20,
+                                                      .Dv = 12,
+                                                      .form = form,
+                                                      .page = 8,
+                                                      .rows_of = with_rows ? rows : NULL,
                                                       .keys_of = with_keys ? keys : NULL });
         if (change)
             change(&c);
@@ -71,8 +79,10 @@ TEST(pages_may_have_any_size)
     static const int64_t sizes[] = { 1, 3, 16, 37, 64, 256 };
     for_each_kernel(HEED_FORWARD, kernel)
         for (int n = 0; n < COUNT(sizes); n++) {
-            test_case c = case_new(&kernel, (case_shape){ .B = 4, .Hq = 2, .Sq = 2, .Sk = 50, .D = 16, .form = PAGED,
-                                                          .page = sizes[n], .keys_of = keys });
+            test_case c = case_new(
+                &kernel,
+                (case_shape){
+                    .B = 4, .Hq = 2, .Sq = 2, .Sk = 50, .D = 16, .form = PAGED, .page = sizes[n], .keys_of = keys });
             c.a.causal = 1;
             c.a.key_stride = n % 2 ? 3 : 0;
             case_check(&c);
@@ -84,8 +94,11 @@ TEST(pages_may_have_any_size)
 TEST(a_ragged_q_goes_with_pages)
 {
     for_each_kernel(HEED_FORWARD, kernel) {
-        test_case ragged = case_new(&kernel, (case_shape){ .B = 4, .Hq = 2, .D = 16, .form = RAGGED, .rows_of = rows, .keys_of = keys });
-        test_case c = case_new(&kernel, (case_shape){ .B = 4, .Hq = 2, .Sk = 50, .D = 16, .form = PAGED, .keys_of = keys });
+        test_case ragged = case_new(&kernel,
+                                    (case_shape){
+                                        .B = 4, .Hq = 2, .D = 16, .form = RAGGED, .rows_of = rows, .keys_of = keys });
+        test_case c = case_new(&kernel,
+                               (case_shape){ .B = 4, .Hq = 2, .Sk = 50, .D = 16, .form = PAGED, .keys_of = keys });
         c.a.q = ragged.a.q, c.a.o = ragged.a.o, c.a.lse = ragged.a.lse;
         c.a.offsets_q = ragged.a.offsets_q;
         c.a.sequences = 4, c.a.max_rows = 40;
@@ -101,12 +114,15 @@ TEST(lengths_may_shorten_ragged_keys)
 {
     static const int32_t shorter[] = { 20, 12, 0, 7 };
     for_each_kernel(EITHER_PASS, kernel) {
-        test_case c = case_new(&kernel, (case_shape){ .B = 4, .Hq = 2, .D = 16, .form = RAGGED, .rows_of = rows, .keys_of = keys });
+        test_case c = case_new(&kernel,
+                               (case_shape){
+                                   .B = 4, .Hq = 2, .D = 16, .form = RAGGED, .rows_of = rows, .keys_of = keys });
         c.a.lengths_k = case_int32s(&c, shorter, 4);
         for (int64_t b = 0; b < 4; b++)
             for (int64_t j = shorter[b]; j < keys[b]; j++)
                 for (int64_t h = 0; h < 2; h++)
-                    fill_row(&c.a.k, 0, h, c.a.offsets_k[b] + j, NAN), fill_row(&c.a.v, 0, h, c.a.offsets_k[b] + j, NAN);
+                    fill_row(&c.a.k, 0, h, c.a.offsets_k[b] + j, NAN),
+                        fill_row(&c.a.v, 0, h, c.a.offsets_k[b] + j, NAN);
         c.a.causal = 1;
         case_check(&c);
         assert_true(!kernel.backward || get(&c.g.d_v, 0, 1, 25, 3) == 0);
@@ -134,15 +150,21 @@ TEST(only_keys_may_be_ragged)
 TEST(padded_and_ragged_agree_bit_for_bit)
 {
     for_each_kernel(HEED_FORWARD, kernel) {
-        test_case padded = case_new(&kernel, (case_shape){ .B = 4, .Sq = 40, .Sk = 50, .D = 16, .form = PADDED, .rows_of = rows, .keys_of = keys });
-        test_case ragged = case_new(&kernel, (case_shape){ .B = 4, .D = 16, .form = RAGGED, .rows_of = rows, .keys_of = keys });
+        test_case padded = case_new(
+            &kernel,
+            (case_shape){ .B = 4, .Sq = 40, .Sk = 50, .D = 16, .form = PADDED, .rows_of = rows, .keys_of = keys });
+        test_case ragged = case_new(&kernel,
+                                    (case_shape){ .B = 4, .D = 16, .form = RAGGED, .rows_of = rows, .keys_of = keys });
         for (int64_t b = 0; b < 4; b++)
             for (int64_t n = 0; n < 50 * 16; n++) {
                 if (n / 16 < rows[b])
-                    set(&ragged.a.q, 0, 0, ragged.a.offsets_q[b] + n / 16, n % 16, get(&padded.a.q, b, 0, n / 16, n % 16));
+                    set(&ragged.a.q, 0, 0, ragged.a.offsets_q[b] + n / 16, n % 16,
+                        get(&padded.a.q, b, 0, n / 16, n % 16));
                 if (n / 16 < keys[b]) {
-                    set(&ragged.a.k, 0, 0, ragged.a.offsets_k[b] + n / 16, n % 16, get(&padded.a.k, b, 0, n / 16, n % 16));
-                    set(&ragged.a.v, 0, 0, ragged.a.offsets_k[b] + n / 16, n % 16, get(&padded.a.v, b, 0, n / 16, n % 16));
+                    set(&ragged.a.k, 0, 0, ragged.a.offsets_k[b] + n / 16, n % 16,
+                        get(&padded.a.k, b, 0, n / 16, n % 16));
+                    set(&ragged.a.v, 0, 0, ragged.a.offsets_k[b] + n / 16, n % 16,
+                        get(&padded.a.v, b, 0, n / 16, n % 16));
                 }
             }
         padded.a.causal = ragged.a.causal = 1;

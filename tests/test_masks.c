@@ -40,7 +40,9 @@ TEST(key_strides_beyond_the_keys_leave_key_0) { check_band(0, 0, 0, 0, 1000); }
 
 TEST(positions_may_start_anywhere_and_step)
 {
-    static const int64_t at[][4] = { { 5, 0, 1, 1 }, { 0, 7, 1, 1 }, { 3, 1, 4, 4 }, { 100, 2, 1, 3 }, { -9, -20, 2, 1 } };
+    static const int64_t at[][4] = {
+        { 5, 0, 1, 1 }, { 0, 7, 1, 1 }, { 3, 1, 4, 4 }, { 100, 2, 1, 3 }, { -9, -20, 2, 1 }
+    };
     for_each_kernel(EITHER_PASS, kernel)
         for (int n = 0; n < COUNT(at) * 2; n++) {
             test_case c = case_new(&kernel, shape);

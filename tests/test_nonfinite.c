@@ -152,8 +152,9 @@ TEST(a_bias_of_the_lowest_float_is_a_mask)
         double room = kernel.dtype == HEED_BF16 ? 3e-2 : 1e-5;
         for (int which = 0; which < (kernel.backward ? OUTPUTS : OUT_LSE); which++)
             for (int64_t n = 0; n < elements(output_of(&c, which)) && got.at[which]; n++)
-                assert_true(which == OUT_LSE || fabs(got.at[which][n] - expected.at[which][n]) <=
-                                                    room * (1 + fabs(expected.at[which][n])) * (which == OUT_O ? 1 : 8));
+                assert_true(which == OUT_LSE ||
+                            fabs(got.at[which][n] - expected.at[which][n]) <=
+                                room * (1 + fabs(expected.at[which][n])) * (which == OUT_O ? 1 : 8));
         case_free(&c);
     }
 }

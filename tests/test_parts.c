@@ -16,7 +16,9 @@ static void expect_ok(heed_status status)
 static test_case part_of(const test_case *whole, cut q, cut k)
 {
     test_case part = *whole;
-    heed_tensor *of_rows[] = { &part.a.q, &part.a.o, &part.a.lse, &part.g.d_o, &part.g.d_q, &part.g.d_lse, &part.g.delta };
+    heed_tensor *of_rows[] = {
+        &part.a.q, &part.a.o, &part.a.lse, &part.g.d_o, &part.g.d_q, &part.g.d_lse, &part.g.delta
+    };
     heed_tensor *of_keys[] = { &part.a.k, &part.a.v, &part.g.d_k, &part.g.d_v };
     heed_tensor *of_pairs[] = { &part.a.mask, &part.a.bias, &part.g.d_bias };
     for (int n = 0; n < COUNT(of_rows); n++)
@@ -54,7 +56,8 @@ static void forward_in_parts(test_case *c, const cut *qs, int q_count, const cut
     c->a.sink = sink;
     if (sink.data) { /* "fold it in last, as a part of its own with o2 = 0 and lse2 = sink (both by zero strides)" */
         float zero[64] = { 0 };
-        heed_tensor none = { .data = zero, .stride = { 0, 0, 0, 1 } }, logit = { .data = sink.data, .stride = { 0, 1, 0, 0 } };
+        heed_tensor none = { .data = zero, .stride = { 0, 0, 0, 1 } },
+                    logit = { .data = sink.data, .stride = { 0, 1, 0, 0 } };
         memcpy(none.shape, c->a.o.shape, sizeof none.shape);
         memcpy(logit.shape, c->a.lse.shape, sizeof logit.shape);
         expect_ok(heed_merge(&c->a.o, &c->a.lse, &none, &logit, &c->x));
@@ -89,7 +92,8 @@ static void check_parts(const cut *qs, int q_count, const cut *ks, int k_count, 
     for_each_kernel(HEED_BACKWARD, kernel) {
         if (kernel.dtype == HEED_F64) /* accumulating takes fp32 */
             continue;
-        test_case c = case_new(&kernel, (case_shape){ .B = 2, .Hq = 4, .Hk = 2, .Sq = 48, .D = 16, .Dv = 24, .fp32_results = 1 });
+        test_case c = case_new(&kernel, (case_shape){
+                                            .B = 2, .Hq = 4, .Hk = 2, .Sq = 48, .D = 16, .Dv = 24, .fp32_results = 1 });
         change(&c);
         forward_in_parts(&c, qs, q_count, ks, k_count);
         expect_close(&c, HEED_FORWARD);

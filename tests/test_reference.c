@@ -1,8 +1,9 @@
 /* The reference is right: by hand, by finite differences, and by the second opinion of naive.c. */
 #include "harness.h"
 
-static const heed_kernel_info fp64 = { .name = "backward_reference_f64", .backend = HEED_REFERENCE, .backward = 1,
-                                       .dtype = HEED_F64 };
+static const heed_kernel_info fp64 = {
+    .name = "backward_reference_f64", .backend = HEED_REFERENCE, .backward = 1, .dtype = HEED_F64
+};
 
 static void expect_near(double x, double expected, double tolerance)
 {
@@ -99,8 +100,8 @@ static double demo_random(void)
 /* The demo: "128 tokens, 32 dimensions, one head, fp32, unmasked, scale 1/sqrt(32)". */
 TEST(the_demo_has_the_published_numbers)
 {
-    static const double O[9] = { 0.016065,  -0.0290427, -0.027025,  0.011394,  -0.00482534,
-                                 -0.03082,  0.0286616,  -0.0218805, -0.0718517 };
+    static const double O[9] = { 0.016065, -0.0290427, -0.027025,  0.011394,  -0.00482534,
+                                 -0.03082, 0.0286616,  -0.0218805, -0.0718517 };
     static const double dQ[9] = { 0.00946975, 0.00569055,  0.000785498, -0.00670553, -0.00763953,
                                   -0.0156887, -0.00887811, 0.0160615,   0.0198677 };
     static const double dK[9] = { 0.00480869, -0.00776059, -0.00402077, 0.0102126, 0.0126519,
@@ -155,7 +156,8 @@ static void expect_gradient(test_case *c, const char *name, const heed_tensor *x
         heed_store(x->data, x->dtype, n, value);
         double slope = isfinite(value) ? (more - less) / width : 0;
         if (!(fabs(slope - gradient[n]) <= (x->dtype == HEED_F64 ? 1e-7 : 1e-4) * (1 + fabs(slope))))
-            fail_msg("d_%s[%lld] is %.9g, by differences %.9g; %s", name, (long long)n, gradient[n], slope, case_text(c));
+            fail_msg("d_%s[%lld] is %.9g, by differences %.9g; %s", name, (long long)n, gradient[n], slope,
+                     case_text(c));
     }
 }
 
@@ -225,7 +227,8 @@ TEST(gradients_with_dropout_and_a_mask_match_finite_differences)
 TEST(gradients_of_ragged_sequences_match_finite_differences)
 {
     static const int32_t rows[] = { 2, 0, 3 }, keys[] = { 4, 2, 1 };
-    test_case c = case_new(&fp64, (case_shape){ .B = 3, .Hq = 2, .D = 2, .form = RAGGED, .rows_of = rows, .keys_of = keys });
+    test_case c = case_new(&fp64,
+                           (case_shape){ .B = 3, .Hq = 2, .D = 2, .form = RAGGED, .rows_of = rows, .keys_of = keys });
     c.a.causal = 1;
     case_bias(&c, HEED_F64, 3, 1, 3, 4);
     expect_gradients(&c);

@@ -37,7 +37,8 @@ TEST(query_heads_share_key_heads)
     static const int64_t heads[][2] = { { 1, 1 }, { 3, 3 }, { 7, 1 }, { 6, 2 }, { 6, 3 }, { 17, 1 } };
     for_each_kernel(EITHER_PASS, kernel)
         for (int n = 0; n < COUNT(heads); n++)
-            check_shape_on(&kernel, (case_shape){ .B = 2, .Hq = heads[n][0], .Hk = heads[n][1], .Sq = 18, .Sk = 23, .D = 16 });
+            check_shape_on(&kernel,
+                           (case_shape){ .B = 2, .Hq = heads[n][0], .Hk = heads[n][1], .Sq = 18, .Sk = 23, .D = 16 });
 }
 
 TEST(sizes_around_the_tiles_of_a_kernel_work)

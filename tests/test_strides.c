@@ -84,7 +84,8 @@ TEST(inputs_may_be_the_same_memory)
 
 TEST(mask_and_bias_may_have_any_strides)
 {
-    static const test_layout layouts[] = { { .order = { 0, 1, 3, 2 } }, { .gap = { 1, 2, 3, 1 }, .offset = 1 },
+    static const test_layout layouts[] = { { .order = { 0, 1, 3, 2 } },
+                                           { .gap = { 1, 2, 3, 1 }, .offset = 1 },
                                            { .flip = { 0, 1, 1, 1 }, .gap = { 0, 0, 1, 0 } } };
     for_each_kernel(EITHER_PASS, kernel)
         for (int n = 0; n < COUNT(layouts); n++) {

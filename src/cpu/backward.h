@@ -15,12 +15,12 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-#define BQ 128        /* rows in a block, at most */
+#define BQ (140 / MR * MR) /* rows in a block, at most; even */
 #define LDB (BC + 16) /* floats from row to row of P and dS */
 
 typedef struct backward_layout {
     int64_t keys, key_block, key_blocks;
-    int64_t block, row_blocks;    /* rows in a block, BQ at most */
+    int64_t block, row_blocks;    /* rows in a block: even, as they may be paired, and whole tiles if there are several */
     int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place;
     int64_t ldq, ldv;             /* units in a row of Q; of dO */
     int64_t wide, wide_v;         /* columns of D and Dv, padded */
@@ -50,7 +50,7 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.key_block = BC;
     f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
     f.row_blocks = (p->Sq + BQ - 1) / BQ;
-    f.block = f.row_blocks ? round_up((p->Sq + f.row_blocks - 1) / f.row_blocks, 2) : 0; /* even: rows are paired */
+    f.block = f.row_blocks ? round_up((p->Sq + f.row_blocks - 1) / f.row_blocks, f.row_blocks > 1 ? MR : 2) : 0;
     f.q_in_place = usable_in_place(p, &p->a.q, p->D), f.o_in_place = usable_in_place(p, &p->g.d_o, p->Dv);
     f.k_in_place = usable_in_place(p, &p->a.k, p->D);
     int sums_in_place = !p->g.accumulate; /* else each call adds its sum once: one rounding, not one for each product */
@@ -115,7 +115,7 @@ static int rows_are_finite(const source *x, int64_t first, int64_t last)
 static void load_keys(backward_block *b, int64_t n0, int64_t n1)
 {
     const heed_problem *p = b->x->j.p;
-    source k = { p, &b->span, &p->a.k, b->hk, p->D, 1 }, v = { p, &b->span, &p->a.v, b->hk, p->Dv, 1 };
+    source k = keys_of(p, &b->span, &p->a.k, b->hk, p->D), v = keys_of(p, &b->span, &p->a.v, b->hk, p->Dv);
     b->n0 = n0, b->n1 = n1;
     pack_panels(b->Kt - n0 / PANEL * PANEL * units_of(p->D), &k, n0, n1, b->x->j.k_scale);
     pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv), &v, n0, n1, 1);
@@ -127,7 +127,7 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
 {
     const heed_problem *p = b->x->j.p;
     const heed_tensor *lse = &p->a.lse;
-    source q = { p, &b->span, &p->a.q, h, p->D, 0 }, d_o = { p, &b->span, &p->g.d_o, h, p->Dv, 0 };
+    source q = rows_of(p, &b->span, &p->a.q, h, p->D), d_o = rows_of(p, &b->span, &p->g.d_o, h, p->Dv);
     const float *delta = at_bytes(&b->x->j, b->x->f.delta) + (b->span.b * p->Hq + h) * p->Sq + i0;
     b->h = h, b->i0 = i0;
     b->rows = HEED_MIN(b->x->f.block, b->span.rows - i0);
@@ -308,19 +308,19 @@ static void add_seen_pairs(backward_block *b, int add)
     const job *j = &b->x->j;
     const heed_problem *p = j->p;
     float q[HEED_MAX_HEAD_DIM], d_o[HEED_MAX_HEAD_DIM], k[HEED_MAX_HEAD_DIM], v[HEED_MAX_HEAD_DIM];
-    source qs = { p, &b->span, &p->a.q, b->h, p->D, 0 }, os = { p, &b->span, &p->g.d_o, b->h, p->Dv, 0 };
-    source ks = { p, &b->span, &p->a.k, b->hk, p->D, 1 }, vs = { p, &b->span, &p->a.v, b->hk, p->Dv, 1 };
+    source qs = rows_of(p, &b->span, &p->a.q, b->h, p->D), os = rows_of(p, &b->span, &p->g.d_o, b->h, p->Dv);
+    source ks = keys_of(p, &b->span, &p->a.k, b->hk, p->D), vs = keys_of(p, &b->span, &p->a.v, b->hk, p->Dv);
     for (int64_t r = 0; r < b->rows; r++) {
         int64_t first = HEED_MAX(b->row[r].first, b->n0), last = HEED_MIN(b->row[r].last, b->n1);
         float *dQ = b->dQ ? b->dQ + r * b->ld_dq : NULL;
         if (dQ && !add)
             memset(dQ, 0, (size_t)b->x->f.wide * sizeof(float));
-        load_row(q, qs.t->dtype, source_row(&qs, b->i0 + r), qs.t->stride[3], p->D, p->D, 1);
-        load_row(d_o, os.t->dtype, source_row(&os, b->i0 + r), os.t->stride[3], p->Dv, p->Dv, 1);
+        load_row(q, qs.t->dtype, source_row(&qs, b->i0 + r), qs.t->stride[3], p->D, p->D);
+        load_row(d_o, os.t->dtype, source_row(&os, b->i0 + r), os.t->stride[3], p->Dv, p->Dv);
         for (int64_t n = first; n < last; n++) {
             float s[BC] = { 0 }, slope[BC + W], keep[BC], dp = 0; /* one column of a block that begins at key n */
-            load_row(k, ks.t->dtype, source_row(&ks, n), ks.t->stride[3], p->D, p->D, 1);
-            load_row(v, vs.t->dtype, source_row(&vs, n), vs.t->stride[3], p->Dv, p->Dv, 1);
+            load_row(k, ks.t->dtype, source_row(&ks, n), ks.t->stride[3], p->D, p->D);
+            load_row(v, vs.t->dtype, source_row(&vs, n), vs.t->stride[3], p->Dv, p->Dv);
             for (int64_t d = 0; d < p->D; d++)
                 s[0] += q[d] * k[d];
             for (int64_t d = 0; d < p->Dv; d++)
@@ -358,13 +358,23 @@ static row_bounds *bounds_of(const backward_run *x, int64_t b, int64_t block)
     return (row_bounds *)(void *)at_bytes(&x->j, x->f.bounds) + b * x->f.row_blocks + block;
 }
 
-/* Writes n rows of sums as rows first, first + 1, ... of head h of a result; sums == NULL: zeros. */
+/* Writes n rows of sums as rows first, first + 1, ... of head h of a result; sums == NULL: zeros. With `add` the result
+ * is fp32 and they are added to what is there. */
 static void write_rows(const source *to, int64_t first, int64_t n, const float *sums, int64_t ld, int add)
 {
     static const float zeros[HEED_MAX_HEAD_DIM];
-    for (int64_t r = 0; r < n; r++)
-        store_row((char *)(uintptr_t)source_row(to, first + r), to->t->dtype, to->t->stride[3],
-                  sums ? sums + r * ld : zeros, to->dim, 1, add);
+    for (int64_t r = 0; r < n; r++) {
+        char *row = (char *)(uintptr_t)source_row(to, first + r);
+        float total[HEED_MAX_HEAD_DIM];
+        const float *from = sums ? sums + r * ld : zeros;
+        if (add) {
+            load_row(total, HEED_F32, row, to->t->stride[3], to->dim, to->dim);
+            for (int64_t c = 0; c < to->dim; c++)
+                total[c] += from[c];
+            from = total;
+        }
+        store_row(row, to->t->dtype, to->t->stride[3], from, to->dim, 1);
+    }
 }
 
 /* First of all, for each block of rows: delta, the keys it sees, and its turn. Rows without keys get their zeros. */
@@ -380,7 +390,7 @@ static void prepare_rows(void *context, int64_t index, int thread)
     heed_span_of(p, b, &s);
     int64_t first = s.keys, last = 0;
     for (int64_t i = i0; i < HEED_MIN(i0 + x->f.block, s.rows); i++) {
-        source o = { p, &s, &p->a.o, h, p->Dv, 0 }, d_o = { p, &s, &g->d_o, h, p->Dv, 0 };
+        source o = rows_of(p, &s, &p->a.o, h, p->Dv), d_o = rows_of(p, &s, &g->d_o, h, p->Dv);
         query q = query_at(p, &s, h, i);
         if (q.first < q.last)
             first = HEED_MIN(first, q.first), last = HEED_MAX(last, q.last);
@@ -392,8 +402,8 @@ static void prepare_rows(void *context, int64_t index, int thread)
         else {
             float a[HEED_MAX_HEAD_DIM + W], c[HEED_MAX_HEAD_DIM + W];
             vec sum = vec_zero();
-            load_row(a, o.t->dtype, source_row(&o, i), o.t->stride[3], p->Dv, x->f.wide_v, 1);
-            load_row(c, d_o.t->dtype, source_row(&d_o, i), d_o.t->stride[3], p->Dv, x->f.wide_v, 1);
+            load_row(a, o.t->dtype, source_row(&o, i), o.t->stride[3], p->Dv, x->f.wide_v);
+            load_row(c, d_o.t->dtype, source_row(&d_o, i), d_o.t->stride[3], p->Dv, x->f.wide_v);
             for (int64_t d = 0; d < x->f.wide_v; d += W)
                 sum = vec_fma(vec_load(a + d), vec_load(c + d), sum);
             *delta = vec_sum(sum);
@@ -410,7 +420,7 @@ static void prepare_rows(void *context, int64_t index, int thread)
     atomic_init(turn_of(x, b, h, block), bounds.first);
 
     int64_t from = first < last ? HEED_MAX(i0, s.rows) : i0, to = HEED_MIN(i0 + x->f.block, s.padded_rows);
-    source d_q = { p, &s, &g->d_q, h, p->D, 0 };
+    source d_q = rows_of(p, &s, &g->d_q, h, p->D);
     if (g->d_q.data && !g->accumulate && from < to)
         write_rows(&d_q, from, to - from, NULL, 0, 0);
 }
@@ -424,7 +434,7 @@ static void clear_keys(void *context, int64_t index, int thread)
     (void)thread;
     heed_span_of(p, index / p->Hk, &s);
     s.col = 0, s.col_step = 1;
-    source d_k = { p, &s, &p->g.d_k, index % p->Hk, p->D, 1 }, d_v = { p, &s, &p->g.d_v, index % p->Hk, p->Dv, 1 };
+    source d_k = keys_of(p, &s, &p->g.d_k, index % p->Hk, p->D), d_v = keys_of(p, &s, &p->g.d_v, index % p->Hk, p->Dv);
     if (p->g.d_k.data)
         write_rows(&d_k, 0, s.padded_keys, NULL, 0, 0);
     if (p->g.d_v.data)
@@ -446,8 +456,7 @@ static void block_of_thread(backward_block *b, const backward_run *x, int thread
 /* Where the sums of a result are kept: the result's own rows, or `room`. */
 static float *sums_at(const source *to, int64_t first, int in_place, float *room, int64_t width, int64_t *ld)
 {
-    int64_t step = to->keys ? to->s->col_step : 1;
-    *ld = in_place ? to->t->stride[2] * step : width;
+    *ld = in_place ? to->spacing : width;
     return in_place ? (float *)(uintptr_t)source_row(to, first) : room;
 }
 
@@ -457,7 +466,7 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
     const backward_run *x = b->x;
     const heed_problem *p = x->j.p;
     _Atomic int32_t *turn = turn_of(x, b->span.b, b->h, block);
-    source d_q = { p, &b->span, &p->g.d_q, b->h, p->D, 0 };
+    source d_q = rows_of(p, &b->span, &p->g.d_q, b->h, p->D);
     int in_place = x->f.dq_in_place, careful = x->j.partial && !(b->finite && b->keys_finite);
     int add = key_block != bounds.first;
     b->dQ = NULL;
@@ -507,7 +516,7 @@ static void backward_keys(void *context, int64_t index, int thread)
         return;
     block_of_thread(&b, x, thread);
     load_keys(&b, n0, n1);
-    source d_k = { p, &b.span, &p->g.d_k, b.hk, p->D, 1 }, d_v = { p, &b.span, &p->g.d_v, b.hk, p->Dv, 1 };
+    source d_k = keys_of(p, &b.span, &p->g.d_k, b.hk, p->D), d_v = keys_of(p, &b.span, &p->g.d_v, b.hk, p->Dv);
     b.dK = sums_at(&d_k, n0, x->f.dk_in_place, b.dKs, x->f.wide, &b.ld_dk);
     b.dV = sums_at(&d_v, n0, x->f.dv_in_place, b.dVs, x->f.wide_v, &b.ld_dv);
     clear_sums(b.dK, b.ld_dk, n1 - n0, x->f.wide);

@@ -13,7 +13,7 @@
  * rows the keys are cut into chunks of CHUNK, each an item of work with a result of its own, merged in order; and up to
  * DIRECT_ROWS rows K is not packed: each key is read once, where it lies, for all rows. */
 
-#define BR (112 / MR * MR)
+#define BR (140 / MR * MR)
 #define SPLIT_ROWS 64
 #define DIRECT_ROWS 8
 #define CHUNK 1024
@@ -42,6 +42,8 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.splits = f.rows <= SPLIT_ROWS ? HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK) : 1;
     f.row_blocks = f.rows <= SPLIT_ROWS ? 1 : (f.rows + BR - 1) / BR;
     f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
+    if (f.row_blocks > 1)
+        f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
     f.direct = f.rows <= DIRECT_ROWS;
     f.v_in_place = usable_in_place(p, &p->a.v, p->Dv);
     f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
@@ -171,7 +173,7 @@ static void add_seen_values(float *O, int64_t ldo, const float *S, right V, int6
 
 static int values_are_finite(const forward_block *b, int64_t first, int64_t last)
 {
-    source v = { b->j->p, b->span, &b->j->p->a.v, b->hk, b->j->p->Dv, 1 };
+    source v = keys_of(b->j->p, b->span, &b->j->p->a.v, b->hk, b->j->p->Dv);
     for (int64_t n = first; n < last; n++)
         if (!row_is_finite(v.t->dtype, source_row(&v, n), v.t->stride[3], v.dim))
             return 0;
@@ -206,16 +208,30 @@ INLINE void direct_key(float *s, const float *Q, int64_t ldq, int64_t rows, heed
     }
 }
 
+#define AHEAD 16 /* keys; at 32k keys a core then reads as fast as memory delivers */
+
+static inline void prefetch_row(const source *x, int64_t n)
+{
+    const char *row = source_row(x, n);
+    for (int64_t i = 0; i < x->dim * (x->t->dtype == HEED_F32 ? 4 : 2); i += 64)
+        __builtin_prefetch(row + i);
+}
+
+/* Keys [from, to) of the block. Memory is the limit here, and the processor's own prefetching does not reach it: K is
+ * asked for ahead of its use, and V while its turn has not come. */
 static void direct_scores(const forward_block *b, int64_t n0, int64_t from, int64_t to)
 {
     const heed_problem *p = b->j->p;
-    source k = { p, b->span, &p->a.k, b->hk, p->D, 1 };
+    source k = keys_of(p, b->span, &p->a.k, b->hk, p->D), v = keys_of(p, b->span, &p->a.v, b->hk, p->Dv);
     int whole = k.t->stride[3] == 1 && p->D % W == 0;
     int64_t dim = units_of(p->D);
     for (int64_t c = from; c < to; c++) {
         float copy[HEED_MAX_HEAD_DIM + W];
+        prefetch_row(&v, n0 + c);
+        if (n0 + c + AHEAD < b->span->keys)
+            prefetch_row(&k, n0 + c + AHEAD);
         if (!whole)
-            unit_row(copy, &k, n0 + c, 1);
+            unit_row(copy, &k, n0 + c);
         else if (k.t->dtype == HEED_F32)
             direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_F32, source_row(&k, n0 + c), dim);
         else if (k.t->dtype == HEED_F16)
@@ -274,7 +290,7 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     right V = b->V;
     int64_t width = round_up(j->p->Dv, W), skip = (first - n0) / PER_UNIT;
     if (b->values) {
-        source v = { j->p, b->span, &j->p->a.v, b->hk, j->p->Dv, 1 };
+        source v = keys_of(j->p, b->span, &j->p->a.v, b->hk, j->p->Dv);
         pack_stacked(b->values, &v, n0, n1, width);
         V.data = b->values;
     } else
@@ -305,14 +321,15 @@ static void finish_row(const forward_block *b, int64_t r, float *O, float m, flo
             scale = (float)(exp(top - max) / sum);
             top = max;
         }
-        lse = top + log(sum);
+        if (a->lse.data)
+            lse = top + logf((float)sum);
     }
     if (scale == 0) /* nothing was seen, and O may never have been written */
         memset(O, 0, (size_t)p->Dv * sizeof *O);
     int64_t row = b->span->q_row + q.i, batch = b->span->q_batch;
     char *o = (char *)a->o.data + (batch * a->o.stride[0] + q.h * a->o.stride[1] + row * a->o.stride[2]) *
                                       (int64_t)heed_dtype_size(a->o.dtype);
-    store_row(o, a->o.dtype, a->o.stride[3], O, p->Dv, scale, 0);
+    store_row(o, a->o.dtype, a->o.stride[3], O, p->Dv, scale);
     if (a->lse.data)
         ((float *)a->lse.data)[batch * a->lse.stride[0] + q.h * a->lse.stride[1] + row * a->lse.stride[2]] = (float)lse;
 }
@@ -322,16 +339,18 @@ static void finish_row(const forward_block *b, int64_t r, float *O, float m, flo
 static void query_rows(forward_block *b)
 {
     const heed_problem *p = b->j->p;
-    float scale = b->f->direct ? b->j->k_scale : 1;
-    source q = { p, b->span, &p->a.q, b->rows ? b->row[0].h : 0, p->D, 0 };
+    source q = rows_of(p, b->span, &p->a.q, b->rows ? b->row[0].h : 0, p->D);
     if (b->rows && b->row[b->rows - 1].h == q.head && !b->f->direct) {
         b->Q = left_rows(&q, b->row[0].i, b->row[0].i + b->rows, b->room, b->f->ldq);
         return;
     }
     b->Q = (left){ b->room, b->f->ldq, 0 };
     for (int64_t r = 0; r < b->rows; r++) {
-        q.head = b->row[r].h;
-        unit_row(b->room + r * b->f->ldq, &q, b->row[r].i, scale);
+        float *to = b->room + r * b->f->ldq;
+        q = rows_of(p, b->span, &p->a.q, b->row[r].h, p->D);
+        unit_row(to, &q, b->row[r].i);
+        for (int64_t u = 0; u < units_of(p->D) && b->f->direct; u += W)
+            vec_store(to + u, vec_scale_units(vec_load(to + u), vec_set1(b->j->k_scale)));
     }
 }
 
@@ -342,8 +361,10 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
     int64_t first = n1, last = n0;
     b->rows = r1 - r0;
     b->tiles = b->f->direct ? 1 : tile_count(b->rows);
-    for (int64_t r = 0; r < b->rows; r++) {
-        int64_t h = b->hk * p->G + (r0 + r) / b->span->rows, i = (r0 + r) % b->span->rows;
+    int64_t h = b->hk * p->G + (r0 ? r0 / b->span->rows : 0), i = r0 ? r0 % b->span->rows : 0;
+    for (int64_t r = 0; r < b->rows; r++, i++) {
+        if (i == b->span->rows)
+            i = 0, h++;
         b->row[r] = query_at(p, b->span, h, i);
         b->m[r] = -INFINITY, b->l[r] = 0;
         if (b->row[r].first < b->row[r].last)
@@ -370,7 +391,7 @@ static float *at_bytes(const job *j, size_t offset) { return (float *)(void *)(j
 static void pack_head(const forward_run *x, const heed_span *s, int64_t hk, int64_t buffer, int64_t first, int64_t last)
 {
     const heed_problem *p = x->j.p;
-    source k = { p, s, &p->a.k, hk, p->D, 1 }, v = { p, s, &p->a.v, hk, p->Dv, 1 };
+    source k = keys_of(p, s, &p->a.k, hk, p->D), v = keys_of(p, s, &p->a.v, hk, p->Dv);
     int64_t width = round_up(p->Dv, W);
     pack_panels(at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), &k, first, last, x->j.k_scale);
     if (!x->f.v_in_place)
@@ -389,8 +410,8 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     b->K = (right){ at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), PANEL, PANEL * units_of(p->D) };
     b->values = x->f.direct && !x->f.v_in_place ? at_bytes(&x->j, scratch + x->f.values_stride) : NULL;
     if (x->f.v_in_place && s->keys) {
-        source v = { p, s, &p->a.v, hk, p->Dv, 1 };
-        b->V = (right){ (const float *)(const void *)source_row(&v, 0), p->a.v.stride[2] * s->col_step, PANEL };
+        source v = keys_of(p, s, &p->a.v, hk, p->Dv);
+        b->V = (right){ (const float *)(const void *)source_row(&v, 0), v.spacing, PANEL };
     } else
         b->V = (right){ at_bytes(&x->j, x->f.values + x->f.values_stride * (size_t)buffer), width, PANEL };
 }

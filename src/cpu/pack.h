@@ -12,41 +12,65 @@ static inline int64_t units_of(int64_t n) { return round_up((n + PER_UNIT - 1) /
 /* Floats for key rows of a head as panels of `dim` columns. */
 static inline int64_t panels_size(int64_t keys, int64_t dim) { return round_up(keys, PANEL) * units_of(dim); }
 
-/* What a key head or query head looks like in memory, once pages and strides are known. */
+/* The rows of one head of a tensor: row n lies at base + n * step, in bytes, unless the rows are keys of a paged cache. */
 typedef struct source {
     const heed_problem *p;
     const heed_span *s;
     const heed_tensor *t;
     int64_t head, dim;
-    int keys; /* rows are keys (k, v), not rows of q */
+    const char *base;
+    int64_t step;
+    int64_t spacing; /* the same in elements */
+    int paged;
 } source;
+
+static inline source source_of(const heed_problem *p, const heed_span *s, const heed_tensor *t, int64_t head, int64_t dim,
+                               int64_t first, int64_t spacing)
+{
+    int64_t size = t->dtype == HEED_F32 ? 4 : 2;
+    const char *base = t->data ? (const char *)t->data + (first + head * t->stride[1]) * size : NULL;
+    return (source){ p, s, t, head, dim, base, spacing * size, spacing, 0 };
+}
+
+/* Rows of q, o and their gradients. */
+static inline source rows_of(const heed_problem *p, const heed_span *s, const heed_tensor *t, int64_t head, int64_t dim)
+{
+    return source_of(p, s, t, head, dim, s->q_batch * t->stride[0] + s->q_row * t->stride[2], t->stride[2]);
+}
+
+/* Rows of k, v and their gradients: the keys of the span. */
+static inline source keys_of(const heed_problem *p, const heed_span *s, const heed_tensor *t, int64_t head, int64_t dim)
+{
+    int64_t first = p->page ? 0 : s->k_batch * t->stride[0] + (s->k_row + s->col) * t->stride[2];
+    source x = source_of(p, s, t, head, dim, first, t->stride[2] * s->col_step);
+    x.paged = p->page != 0;
+    return x;
+}
 
 static inline const char *source_row(const source *x, int64_t n)
 {
-    int64_t at = x->keys ? heed_key_offset(x->p, x->s, x->t, x->head, n)
-                         : x->s->q_batch * x->t->stride[0] + x->head * x->t->stride[1] +
-                               (x->s->q_row + n) * x->t->stride[2];
-    return (const char *)x->t->data + at * (int64_t)heed_dtype_size(x->t->dtype);
+    if (x->paged)
+        return (const char *)x->t->data + heed_key_offset(x->p, x->s, x->t, x->head, n) * (x->t->dtype == HEED_F32 ? 4 : 2);
+    return x->base + n * x->step;
 }
 
-/* One row as units. With HEED_DOT the tensor is bf16, or fp32 (dO of an fp32 o) and then rounded. scale is a power of
- * two: nothing is rounded by it. */
-static void unit_row(float *to, const source *x, int64_t n, float scale)
+/* One row as units. With HEED_DOT the tensor is bf16, or fp32 (dO of an fp32 o) and then rounded. */
+static void unit_row(float *to, const source *x, int64_t n)
 {
 #if HEED_DOT
     float wide[HEED_MAX_HEAD_DIM + W];
     const char *row = source_row(x, n);
     int64_t padded = 2 * units_of(x->dim);
-    if (x->t->dtype == HEED_BF16 && x->t->stride[3] == 1 && scale == 1) {
+    if (x->t->dtype == HEED_BF16 && x->t->stride[3] == 1) {
         memcpy(to, row, (size_t)x->dim * 2);
         memset((uint16_t *)to + x->dim, 0, (size_t)(padded - x->dim) * 2);
         return;
     }
-    load_row(wide, x->t->dtype, row, x->t->stride[3], x->dim, padded, scale);
+    load_row(wide, x->t->dtype, row, x->t->stride[3], x->dim, padded);
     for (int64_t c = 0; c < padded; c += 2 * W)
         vec_store_bf16_pair((uint16_t *)to + c, vec_load(wide + c), vec_load(wide + c + W));
 #else
-    load_row(to, x->t->dtype, source_row(x, n), x->t->stride[3], x->dim, units_of(x->dim), scale);
+    load_row(to, x->t->dtype, source_row(x, n), x->t->stride[3], x->dim, units_of(x->dim));
 #endif
 }
 
@@ -55,10 +79,10 @@ static left left_rows(const source *x, int64_t first, int64_t last, float *room,
 {
     const heed_tensor *t = x->t;
     if (t->stride[3] == 1 && t->dtype == (PER_UNIT == 1 ? HEED_F32 : HEED_BF16) && x->dim % PER_UNIT == 0 &&
-        t->stride[2] % PER_UNIT == 0 && (uintptr_t)source_row(x, first) % sizeof(float) == 0)
-        return (left){ (const float *)(const void *)source_row(x, first), t->stride[2] / PER_UNIT, 0 };
+        x->spacing % PER_UNIT == 0 && (uintptr_t)source_row(x, first) % sizeof(float) == 0)
+        return (left){ (const float *)(const void *)source_row(x, first), x->spacing / PER_UNIT, 0 };
     for (int64_t n = first; n < last; n++)
-        unit_row(room + (n - first) * ld, x, n, 1);
+        unit_row(room + (n - first) * ld, x, n);
     return (left){ room, ld, 0 };
 }
 
@@ -67,8 +91,7 @@ static left left_rows(const source *x, int64_t first, int64_t last, float *room,
 static void pack_panels(float *to, const source *x, int64_t first, int64_t last, float scale)
 {
     int64_t units = units_of(x->dim);
-    int direct = x->t->stride[3] == 1 && x->dim == units * PER_UNIT &&
-                 (PER_UNIT == 1 || (x->t->dtype == HEED_BF16 && scale == 1));
+    int direct = x->t->stride[3] == 1 && x->dim == units * PER_UNIT && (PER_UNIT == 1 || x->t->dtype == HEED_BF16);
     float rows[W][HEED_MAX_HEAD_DIM + W];
     for (int64_t n = first; n < round_up(last, PANEL); n += W) {
         float *panel = to + n / PANEL * PANEL * units + n % PANEL;
@@ -80,7 +103,7 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
                 continue;
             }
             if (n + r < last)
-                unit_row(rows[r], x, n + r, PER_UNIT == 1 ? 1 : scale);
+                unit_row(rows[r], x, n + r);
             else
                 memset(rows[r], 0, (size_t)units * sizeof(float));
             from[r] = (const char *)rows[r];
@@ -90,9 +113,9 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
             vec t[W];
             UNROLL for (int r = 0; r < W; r++)
                 t[r] = vec_load_as(type, from[r], u);
-            if (PER_UNIT == 1 && scale != 1)
+            if (scale != 1)
                 UNROLL for (int r = 0; r < W; r++)
-                    t[r] = vec_mul(t[r], vec_set1(scale));
+                    t[r] = vec_scale_units(t[r], vec_set1(scale));
             vec_transpose(t);
             UNROLL for (int r = 0; r < W; r++)
                 vec_store(panel + (u + r) * PANEL, t[r]);
@@ -104,22 +127,24 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
 static void pack_stacked(float *to, const source *x, int64_t first, int64_t last, int64_t width)
 {
 #if HEED_DOT
-    uint16_t pair[2][HEED_MAX_HEAD_DIM + 2 * W];
+    uint16_t pair[2][HEED_MAX_HEAD_DIM + 2 * W] = { { 0 } };
+    int direct = x->t->stride[3] == 1 && x->dim % W == 0 && x->t->dtype == HEED_BF16;
     for (int64_t n = first; n < last; n += 2, to += width) {
-        unit_row((float *)pair[0], x, n, 1);
-        if (n + 1 < last)
-            unit_row((float *)pair[1], x, n + 1, 1);
-        else
+        const uint16_t *a = pair[0], *b = pair[1];
+        if (direct && n + 1 < last)
+            a = (const uint16_t *)(const void *)source_row(x, n), b = (const uint16_t *)(const void *)source_row(x, n + 1);
+        else {
+            unit_row((float *)pair[0], x, n);
             memset(pair[1], 0, sizeof pair[1]);
-        uint16_t *out = (uint16_t *)to;
-        for (int64_t c = 0; c < width; c++) {
-            out[2 * c] = c < x->dim ? pair[0][c] : 0;
-            out[2 * c + 1] = c < x->dim ? pair[1][c] : 0;
+            if (n + 1 < last)
+                unit_row((float *)pair[1], x, n + 1);
         }
+        for (int64_t c = 0; c < width; c += W)
+            vec_store(to + c, vec_load_pairs(a + c, b + c));
     }
 #else
     for (int64_t n = first; n < last; n++, to += width)
-        load_row(to, x->t->dtype, source_row(x, n), x->t->stride[3], x->dim, width, 1);
+        load_row(to, x->t->dtype, source_row(x, n), x->t->stride[3], x->dim, width);
 #endif
 }
 
@@ -133,8 +158,7 @@ static int usable_in_place(const heed_problem *p, const heed_tensor *t, int64_t 
 static right right_rows(const source *x, int64_t first, int64_t last, float *room, int64_t width, int in_place)
 {
     if (in_place)
-        return (right){ (const float *)(const void *)source_row(x, first),
-                        x->t->stride[2] * (x->keys ? x->s->col_step : 1), PANEL };
+        return (right){ (const float *)(const void *)source_row(x, first), x->spacing, PANEL };
     pack_stacked(room, x, first, last, width);
     return (right){ room, width, PANEL };
 }

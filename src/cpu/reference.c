@@ -218,7 +218,8 @@ static void put_keys(const row *x, const sums *sums)
     for (int64_t j = 0; j < s->padded_keys; j++) {
         int64_t n = (j - s->col) / s->col_step, D = x->p->D, Dv = x->p->Dv;
         int counts = j >= s->col && (j - s->col) % s->col_step == 0 && n < s->keys;
-        put(&g->d_k, at(&g->d_k, s->k_batch, x->hk, s->k_row + j, 0), counts ? sums->dK + n * D : NULL, D, g->accumulate);
+        put(&g->d_k, at(&g->d_k, s->k_batch, x->hk, s->k_row + j, 0), counts ? sums->dK + n * D : NULL, D,
+            g->accumulate);
         put(&g->d_v, at(&g->d_v, s->k_batch, x->hk, s->k_row + j, 0), counts ? sums->dV + n * Dv : NULL, Dv,
             g->accumulate);
     }
@@ -264,7 +265,8 @@ heed_status heed_backward_reference(const heed_problem *p, const heed_plan *plan
         put(&g->d_sink, at(&g->d_sink, 0, h, 0, 0), sums.dsink + h, 1, 0);
     const int64_t *shape = g->d_bias.shape;
     for (int64_t row_at = 0; g->d_bias.data && row_at < shape[0] * shape[1] * shape[2]; row_at++)
-        put(&g->d_bias, at(&g->d_bias, row_at / shape[2] / shape[1], row_at / shape[2] % shape[1], row_at % shape[2], 0),
+        put(&g->d_bias,
+            at(&g->d_bias, row_at / shape[2] / shape[1], row_at / shape[2] % shape[1], row_at % shape[2], 0),
             sums.dbias + row_at * shape[3], shape[3], 0);
     return HEED_OK;
 }

@@ -56,7 +56,7 @@ static void load_bias(float *out, const heed_tensor *t, const heed_span *s, quer
         for (int64_t c = 0; c < count; c++)
             out[c] = ((const uint8_t *)row)[c * step] ? 1.0f : 0.0f;
     else
-        load_row(out, t->dtype, row, step, count, count, 1);
+        load_row(out, t->dtype, row, step, count, count);
 }
 
 /* S of one row from the tile's products, columns [from, to) of the block at key n0, in place; -inf where the row does

@@ -12,9 +12,11 @@
 
 #if HEED_DOT
 #define vec_madd vec_dot
+#define vec_scale_units vec_scale_pairs
 #define PER_UNIT 2 /* elements in a unit */
 #else
 #define vec_madd vec_fma
+#define vec_scale_units vec_mul
 #define PER_UNIT 1
 #endif
 

@@ -20,7 +20,7 @@ static inline vec vec_max(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec vec_split(vec x, vec *fraction)
 {
     x = _mm256_max_ps(_mm256_set1_ps(-150), x);
-    vec n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vec n = _mm256_floor_ps(x);
     *fraction = _mm256_sub_ps(x, n);
     return n;
 }

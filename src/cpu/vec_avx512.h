@@ -19,8 +19,8 @@ static inline vec vec_min(vec a, vec b) { return _mm512_min_ps(a, b); }
 static inline vec vec_max(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec vec_split(vec x, vec *fraction)
 {
-    *fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    *fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* 0 for -inf */
+    return x;                                                                   /* scalef takes the floor itself */
 }
 static inline vec vec_scale2(vec x, vec n) { return _mm512_scalef_ps(x, n); }
 static inline vec vec_iota(void)
@@ -47,12 +47,16 @@ static inline void vec_store_f16(uint16_t *p, vec x)
 }
 static inline void vec_store_bf16(uint16_t *p, vec x)
 {
+#if HEED_DOT
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
+#else
     __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
     __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
     __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
     __m512i nan = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
     near = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), near, nan);
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16)));
+#endif
 }
 
 /* 16 x 16 in four rounds of exchanging halves: of 32-bit pairs, 64-bit pairs, then 128-bit lanes twice. */
@@ -82,6 +86,21 @@ static inline void vec_transpose(vec r[W])
 static inline vec vec_dot(vec a, vec b, vec c)
 {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+}
+/* Both halves of each pair times a power of two. */
+static inline vec vec_scale_pairs(vec x, vec scale)
+{
+    __m512i bits = _mm512_castps_si512(x), high = _mm512_set1_epi32((int)0xFFFF0000);
+    __m512i odd = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(bits, high)), scale));
+    __m512i even = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), scale));
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_and_si512(odd, high), _mm512_srli_epi32(even, 16)));
+}
+/* Lane i: the pair (a[i], b[i]). */
+static inline vec vec_load_pairs(const uint16_t *a, const uint16_t *b)
+{
+    __m512i lo = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)a));
+    __m512i hi = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b));
+    return _mm512_castsi512_ps(_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
 }
 /* 2 W bf16 from two vectors, lo first. */
 static inline void vec_store_bf16_pair(void *p, vec lo, vec hi)

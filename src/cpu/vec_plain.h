@@ -36,18 +36,19 @@ static inline vec vec_min(vec a, vec b) { return vec_less(a, b, a, b); }
 static inline vec vec_max(vec a, vec b) { return vec_less(b, a, a, b); }
 static inline vec vec_abs(vec x) { return (vec)((vec_int)x & (vec_int){ INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX }); }
 
-/* x = n + *fraction, n integral, |*fraction| <= 1/2; for x below -150, -inf included, some n below -140 and a fraction
- * in bounds. NaN stays. Above 2^22 the fraction is not exact; exp2 has no use for it there. */
+/* x = n + *fraction, n integral, 0 <= *fraction < 1, for x up to 2^22; below -150, -inf included, some n below -140. Only
+ * vec_scale2() makes sense of n: an instruction set may leave part of the work to it. NaN stays. */
 static inline vec vec_split(vec x, vec *fraction)
 {
-    vec big = vec_set1(0x1.8p23f);
+    vec big = vec_set1(0x1.8p23f), one = vec_set1(1);
     x = vec_max(vec_set1(-150), x);
-    vec n = (x + big) - big; /* not a no-op: this file is never compiled with -ffast-math */
+    vec n = (x + big) - big; /* the nearest integer; not a no-op, as this file is never compiled with -ffast-math */
+    n = vec_less(x, n, n - one, n);
     *fraction = x - n;
     return n;
 }
 
-/* x * 2^n for integral n; 0 where n < -126; n at most 127. */
+/* x * 2^n for an n of vec_split(); 0 where n < -126; n at most 127. */
 static inline vec vec_scale2(vec x, vec n)
 {
     n = vec_less(n, vec_set1(-127), vec_set1(-127), n);

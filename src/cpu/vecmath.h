@@ -3,16 +3,16 @@
 #define LOG2E 1.44269504088896341f
 #define LN2 0.693147180559945309f
 
-/* 2^x for x <= 0 or moderately above; relative error below 2e-7. x = n + f with |f| <= 1/2, and 2^f by a polynomial of
+/* 2^x for x <= 0 or moderately above; relative error below 2e-7. x = n + f with 0 <= f < 1, and 2^f by a polynomial of
  * degree 5 that is exact at 0. 2^-inf = 0, NaN stays. */
 INLINE vec vec_exp2(vec x)
 {
     vec f, n = vec_split(x, &f);
-    vec y = vec_set1(0x1.5bba14p-10f);
-    y = vec_fma(y, f, vec_set1(0x1.3cea88p-7f));
-    y = vec_fma(y, f, vec_set1(0x1.c6b752p-5f));
-    y = vec_fma(y, f, vec_set1(0x1.ebf9bcp-3f));
-    y = vec_fma(y, f, vec_set1(0x1.62e42ap-1f));
+    vec y = vec_set1(0x1.e974fcp-10f);
+    y = vec_fma(y, f, vec_set1(0x1.277854p-7f));
+    y = vec_fma(y, f, vec_set1(0x1.c91ce6p-5f));
+    y = vec_fma(y, f, vec_set1(0x1.ebdb56p-3f));
+    y = vec_fma(y, f, vec_set1(0x1.62e4bap-1f));
     y = vec_fma(y, f, vec_set1(1.0f));
     return vec_scale2(y, n);
 }
@@ -47,48 +47,60 @@ INLINE float load_as(heed_dtype type, const void *row, int64_t c)
                               : heed_bf16_to_f32(((const uint16_t *)row)[c]);
 }
 
-/* to[c] = scale * from[c * step], c < n; zeros up to padded. */
-static void load_row(float *to, heed_dtype type, const void *from, int64_t step, int64_t n, int64_t padded, float scale)
+INLINE void vec_store_as(heed_dtype type, void *row, int64_t c, vec x)
+{
+    if (type == HEED_F32)
+        vec_store((float *)row + c, x);
+    else if (type == HEED_F16)
+        vec_store_f16((uint16_t *)row + c, x);
+    else
+        vec_store_bf16((uint16_t *)row + c, x);
+}
+
+/* Calls f(type, ...) with type a constant, so that the compiler makes a loop for each. */
+#define FOR_TYPE(type, f, ...)                                                                                         \
+    ((type) == HEED_F32 ? f(HEED_F32, __VA_ARGS__) : (type) == HEED_F16 ? f(HEED_F16, __VA_ARGS__) : f(HEED_BF16, __VA_ARGS__))
+
+INLINE void load_row_as(heed_dtype type, float *to, const void *from, int64_t step, int64_t n)
 {
     int64_t c = 0;
     if (step == 1)
         for (; c + W <= n; c += W)
-            vec_store(to + c, vec_mul(vec_load_as(type, from, c), vec_set1(scale)));
+            vec_store(to + c, vec_load_as(type, from, c));
     for (; c < n; c++)
-        to[c] = scale * load_as(type, from, c * step);
-    for (; c < padded; c++)
+        to[c] = load_as(type, from, c * step);
+}
+
+/* to[c] = from[c * step], c < n; zeros up to padded. */
+static void load_row(float *to, heed_dtype type, const void *from, int64_t step, int64_t n, int64_t padded)
+{
+    FOR_TYPE(type, load_row_as, to, from, step, n);
+    for (int64_t c = n; c < padded; c++)
         to[c] = 0;
 }
 
-/* to[c * step] = scale * from[c] (+ to[c * step], when adding to floats). */
-static void store_row(void *to, heed_dtype type, int64_t step, const float *from, int64_t n, float scale, int add)
+INLINE void store_row_as(heed_dtype type, void *to, int64_t step, const float *from, int64_t n, float scale)
 {
     int64_t c = 0;
     if (step == 1)
-        for (; c + W <= n; c += W) {
-            vec x = vec_mul(vec_load(from + c), vec_set1(scale));
-            if (add)
-                x = vec_add(x, vec_load((float *)to + c));
-            if (type == HEED_F32)
-                vec_store((float *)to + c, x);
-            else if (type == HEED_F16)
-                vec_store_f16((uint16_t *)to + c, x);
-            else
-                vec_store_bf16((uint16_t *)to + c, x);
-        }
+        for (; c + W <= n; c += W)
+            vec_store_as(type, to, c, vec_mul(vec_load(from + c), vec_set1(scale)));
     for (; c < n; c++) {
         float x = scale * from[c];
         if (type == HEED_F32)
-            ((float *)to)[c * step] = add ? ((float *)to)[c * step] + x : x;
-        else if (type == HEED_F16)
-            ((uint16_t *)to)[c * step] = heed_f32_to_f16(x);
+            ((float *)to)[c * step] = x;
         else
-            ((uint16_t *)to)[c * step] = heed_f32_to_bf16(x);
+            ((uint16_t *)to)[c * step] = type == HEED_F16 ? heed_f32_to_f16(x) : heed_f32_to_bf16(x);
     }
 }
 
-/* 1 when none of n values is NaN or infinite. */
-static int row_is_finite(heed_dtype type, const void *row, int64_t step, int64_t n)
+/* to[c * step] = scale * from[c]. */
+static void store_row(void *to, heed_dtype type, int64_t step, const float *from, int64_t n, float scale)
+{
+    FOR_TYPE(type, store_row_as, to, step, from, n, scale);
+}
+
+INLINE int row_is_finite_as(heed_dtype type, const void *row, int64_t step, int64_t n)
 {
     vec zero = vec_zero(), sum = zero;
     float rest = 0;
@@ -99,4 +111,10 @@ static int row_is_finite(heed_dtype type, const void *row, int64_t step, int64_t
     for (; c < n; c++)
         rest += load_as(type, row, c * step) * 0.0f;
     return vec_sum(sum) + rest == 0;
+}
+
+/* 1 when none of n values is NaN or infinite. */
+static int row_is_finite(heed_dtype type, const void *row, int64_t step, int64_t n)
+{
+    return FOR_TYPE(type, row_is_finite_as, row, step, n);
 }
