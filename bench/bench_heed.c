@@ -191,7 +191,8 @@ static double time_of(const problem *p, double min_time)
     do
         call(p), calls++;
     while ((each = now() - start) < min_time / 10);
-    each /= calls;
+    each
+        /= calls;
     int batch = each < 5e-4 ? (int)ceil(5e-4 / each) : 1;
     for (double end = now() + min_time; n < MOST && (n < 3 || now() < end); n++) {
         start = now();

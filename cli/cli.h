@@ -35,7 +35,7 @@ typedef struct option_row {
     int letter;        /* 'q', or 0 */
     const char *value; /* "N", or NULL: takes none */
     option_reader *read;
-    size_t offset;     /* where in the group's struct the answer goes */
+    size_t offset; /* where in the group's struct the answer goes */
     const char *help;
 } option_row;
 
@@ -109,10 +109,10 @@ option_reader read_with;
 /* ---- elements.c: one number of any dtype ------------------------------------------------------------------------ */
 
 size_t element_size(heed_dtype dtype);
-const char *dtype_name(heed_dtype dtype);  /* "bf16" */
-double dtype_roundoff(heed_dtype dtype);   /* the largest relative error of rounding to it: 2^-8 for bf16 */
+const char *dtype_name(heed_dtype dtype); /* "bf16" */
+double dtype_roundoff(heed_dtype dtype);  /* the largest relative error of rounding to it: 2^-8 for bf16 */
 double element_load(const void *data, heed_dtype dtype, int64_t index);
-void element_store(void *data, heed_dtype dtype, int64_t index, double x); /* to nearest even */
+void element_store(void *data, heed_dtype dtype, int64_t index, double x);          /* to nearest even */
 double tensor_at(const heed_tensor *t, int64_t b, int64_t h, int64_t i, int64_t c); /* strides filled in */
 
 /* ---- workload.c: a problem in memory ---------------------------------------------------------------------------- */
@@ -147,7 +147,7 @@ void tensor_nudge(const heed_tensor *t, double part, uint64_t *state);
 
 void workload_use(workload *w, const heed_exec *x); /* from now on; the workspace stays w's */
 heed_status workload_forward(workload *w);
-heed_status workload_backward(workload *w); /* after workload_forward() */
+heed_status workload_backward(workload *w);     /* after workload_forward() */
 void workload_spoil(workload *w, int backward); /* NaN into the outputs of that pass */
 void workload_free(workload *w);
 
@@ -160,8 +160,8 @@ difference tensor_difference(const heed_tensor *got, const heed_tensor *want);
 
 /* A splitmix64 stream, and numbers drawn from it. */
 uint64_t random_next(uint64_t *state);
-double random_unit(uint64_t *state);                    /* [0, 1) */
-int64_t random_below(uint64_t *state, int64_t n);       /* 0 .. n-1 */
+double random_unit(uint64_t *state);              /* [0, 1) */
+int64_t random_below(uint64_t *state, int64_t n); /* 0 .. n-1 */
 
 /* ---- clock.c: how long a call takes ----------------------------------------------------------------------------- */
 
@@ -173,7 +173,7 @@ double median_seconds(int (*call)(void *), void *argument, double min_time);
 /* ---- term.c: what only a terminal gets -------------------------------------------------------------------------- */
 
 typedef enum colour { PLAIN, BOLD, RED, GREEN, DIM } colour;
-const char *paint(FILE *to, colour c); /* an escape sequence, or "" in a pipe and where NO_COLOR is set */
+const char *paint(FILE *to, colour c);        /* an escape sequence, or "" in a pipe and where NO_COLOR is set */
 void progress(double done, const char *what); /* a bar on stderr; done from 0 to 1 */
 void progress_end(void);
 

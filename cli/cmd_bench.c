@@ -31,10 +31,10 @@ typedef struct line {
 } line;
 
 static const sizes usual[] = {
-    { 1, 1, 1, 128, 128, 32, 32 },      { 2, 8, 8, 64, 64, 64, 64 },        { 2, 8, 8, 77, 77, 64, 64 },
-    { 4, 12, 12, 128, 128, 64, 64 },    { 2, 16, 16, 256, 256, 64, 64 },    { 1, 8, 8, 1024, 1024, 64, 64 },
-    { 1, 8, 8, 1024, 1024, 128, 128 },  { 1, 4, 4, 4096, 4096, 64, 64 },    { 1, 4, 4, 4096, 4096, 128, 128 },
-    { 1, 2, 2, 2048, 2048, 256, 256 },  { 1, 32, 8, 1, 4096, 128, 128 },    { 1, 32, 8, 1, 32768, 128, 128 },
+    { 1, 1, 1, 128, 128, 32, 32 },     { 2, 8, 8, 64, 64, 64, 64 },     { 2, 8, 8, 77, 77, 64, 64 },
+    { 4, 12, 12, 128, 128, 64, 64 },   { 2, 16, 16, 256, 256, 64, 64 }, { 1, 8, 8, 1024, 1024, 64, 64 },
+    { 1, 8, 8, 1024, 1024, 128, 128 }, { 1, 4, 4, 4096, 4096, 64, 64 }, { 1, 4, 4, 4096, 4096, 128, 128 },
+    { 1, 2, 2, 2048, 2048, 256, 256 }, { 1, 32, 8, 1, 4096, 128, 128 }, { 1, 32, 8, 1, 32768, 128, 128 },
 };
 
 /* ---- Verified on a sample --------------------------------------------------------------------------------------- */
@@ -55,7 +55,8 @@ static heed_tensor slice(heed_tensor t, int64_t row)
 /* Room for one row or key of every head, like t but fp32. */
 static heed_tensor small_like(const heed_tensor *t)
 {
-    heed_tensor s = { .dtype = HEED_F32, .shape = { t->shape[0], t->shape[1], 1, t->shape[3] },
+    heed_tensor s = { .dtype = HEED_F32,
+                      .shape = { t->shape[0], t->shape[1], 1, t->shape[3] },
                       .stride = { t->shape[1] * t->shape[3], t->shape[3], t->shape[3], 1 } };
     s.data = calloc((size_t)(t->shape[0] * t->shape[1] * t->shape[3]), sizeof(float));
     return s;
@@ -233,8 +234,9 @@ static void print_line(const answers *given, const line *l, format f, int index)
     if (f == JSON)
         printf("%s\n    { \"B\": %lld, \"Hq\": %lld, \"Hk\": %lld, \"Sq\": %lld, \"Sk\": %lld, \"D\": %lld, "
                "\"Dv\": %lld, \"dtype\": \"%s\", \"pass\": \"%s\", \"kernel\": \"%s\", \"us\": %.3f, \"gflops\": %.3f, "
-               "\"gbytes\": %.3f }", index ? "," : "", SIZES, (long long)n->Dv, dtype_name(l->dtype), pass, l->kernel,
-               l->us, l->gflops, l->gbytes);
+               "\"gbytes\": %.3f }",
+               index ? "," : "", SIZES, (long long)n->Dv, dtype_name(l->dtype), pass, l->kernel, l->us, l->gflops,
+               l->gbytes);
     if (f == TABLE) {
         printf("%4lld %4lld %4lld %6lld %6lld %4lld %5s %-8s %-28s %11.2f %8.1f", SIZES, dtype_name(l->dtype), pass,
                l->kernel, l->us, l->gflops);
@@ -347,11 +349,13 @@ int command_bench(int argc, char **argv)
         { "json", 0, NULL, read_flag, offsetof(answers, json), "the rows as JSON" },
         { NULL, 0, NULL, NULL, 0, NULL },
     };
-    answers given = { .dtypes = 1u << HEED_F32, .passes = FORWARD | BACKWARD, .min_time = 0.3,
-                      .h = how_default() };
+    answers given = { .dtypes = 1u << HEED_F32, .passes = FORWARD | BACKWARD, .min_time = 0.3, .h = how_default() };
     const option_group groups[] = {
-        { "Options", rows, &given },        { "Sizes", size_rows, &given.shapes },
-        { "Problem", rule_rows, &given.r }, { "Execution", how_rows, &given.h }, { 0 },
+        { "Options", rows, &given },
+        { "Sizes", size_rows, &given.shapes },
+        { "Problem", rule_rows, &given.r },
+        { "Execution", how_rows, &given.h },
+        { 0 },
     };
     int code = options_parse(&m, groups, argc, argv);
     if (code >= 0)

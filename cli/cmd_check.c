@@ -73,7 +73,8 @@ static const listed list[] = {
     { "negative scale", { 1, 2, 2, 40, 50, 32, 32 }, { .scaled = 1, .scale = -0.3 }, 0 },
     { "zero scale", { 1, 2, 2, 40, 50, 32, 32 }, { .scaled = 1 }, 0 },
     { "large scores", { 1, 2, 2, 40, 50, 32, 32 }, { .scaled = 1, .scale = 8 }, 0 },
-    { "everything", { 3, 4, 2, 66, 83, 40, 24 },
+    { "everything",
+      { 3, 4, 2, 66, 83, 40, 24 },
       { .causal = 1, .windowed = 1, .left = 50, .right = 3, .stride = 2, .softcap = 5, .dropout = 0.1, .seed = 7 },
       WITH_MASK | WITH_BIAS | WITH_ALIBI | WITH_SINK | WITH_PADDING | WITH_VIEWS | WITH_D_LSE },
 };
@@ -86,13 +87,22 @@ static void invent(uint64_t seed, workload_spec *s, char *name, size_t size)
 {
     uint64_t state = seed;
     int64_t group = 1 + random_below(&state, 4), Hk = 1 + random_below(&state, 3), D = 1 + random_below(&state, 128);
-    sizes n = { .B = 1 + random_below(&state, 3), .Hq = Hk * group, .Hk = Hk, .Sq = 1 + random_below(&state, 90),
-                .Sk = 1 + random_below(&state, 140), .D = D,
+    sizes n = { .B = 1 + random_below(&state, 3),
+                .Hq = Hk * group,
+                .Hk = Hk,
+                .Sq = 1 + random_below(&state, 90),
+                .Sk = 1 + random_below(&state, 140),
+                .D = D,
                 .Dv = maybe(&state, 0.7) ? D : 1 + random_below(&state, 128) };
-    rules r = { .causal = maybe(&state, 0.4), .windowed = maybe(&state, 0.2), .left = random_below(&state, 60) - 1,
-                .right = random_below(&state, 60) - 1, .stride = maybe(&state, 0.2) ? 1 + random_below(&state, 5) : 1,
+    rules r = { .causal = maybe(&state, 0.4),
+                .windowed = maybe(&state, 0.2),
+                .left = random_below(&state, 60) - 1,
+                .right = random_below(&state, 60) - 1,
+                .stride = maybe(&state, 0.2) ? 1 + random_below(&state, 5) : 1,
                 .align = maybe(&state, 0.3) ? HEED_ALIGN_TOP_LEFT : HEED_ALIGN_BOTTOM_RIGHT,
-                .softcap = maybe(&state, 0.15) ? 3 : 0, .dropout = maybe(&state, 0.15) ? 0.2 : 0, .seed = seed };
+                .softcap = maybe(&state, 0.15) ? 3 : 0,
+                .dropout = maybe(&state, 0.15) ? 0.2 : 0,
+                .seed = seed };
     if (!r.windowed)
         r.left = r.right = 0;
     unsigned with = 0;

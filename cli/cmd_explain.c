@@ -39,8 +39,10 @@ static void describe(const answers *given, heed_attention *a, heed_gradient *g)
     int64_t Bk = paged ? n.B * columns : Bq, Sk = paged ? PAGE : ragged ? n.B * n.Sk : n.Sk;
     int64_t seen = paged ? columns * PAGE : n.Sk; /* columns of mask and bias */
 
-    *a = (heed_attention){ .q = shape(type, Bq, n.Hq, Sq, n.D), .k = shape(type, Bk, n.Hk, Sk, n.D),
-                           .v = shape(type, Bk, n.Hk, Sk, n.Dv), .o = shape(type, Bq, n.Hq, Sq, n.Dv),
+    *a = (heed_attention){ .q = shape(type, Bq, n.Hq, Sq, n.D),
+                           .k = shape(type, Bk, n.Hk, Sk, n.D),
+                           .v = shape(type, Bk, n.Hk, Sk, n.Dv),
+                           .o = shape(type, Bq, n.Hq, Sq, n.Dv),
                            .lse = shape(HEED_F32, Bq, n.Hq, Sq, 1) };
     rules_apply(&given->r, a);
     if (given->with & WITH_MASK)
@@ -140,8 +142,11 @@ int command_explain(int argc, char **argv)
     };
     answers given = { .h = how_default() };
     const option_group groups[] = {
-        { "Options", rows, &given },        { "Sizes", size_rows, &given.shapes },
-        { "Problem", rule_rows, &given.r }, { "Execution", how_rows, &given.h }, { 0 },
+        { "Options", rows, &given },
+        { "Sizes", size_rows, &given.shapes },
+        { "Problem", rule_rows, &given.r },
+        { "Execution", how_rows, &given.h },
+        { 0 },
     };
     int code = options_parse(&m, groups, argc, argv);
     if (code >= 0)

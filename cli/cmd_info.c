@@ -1,8 +1,13 @@
 /* heed info: what this machine and this build of the library offer. */
 #include "cli.h"
 
-static const struct { heed_backend backend; const char *name; } backends[] = {
-    { HEED_CPU, "cpu" }, { HEED_CUDA, "cuda" }, { HEED_REFERENCE, "reference" },
+static const struct {
+    heed_backend backend;
+    const char *name;
+} backends[] = {
+    { HEED_CPU, "cpu" },
+    { HEED_CUDA, "cuda" },
+    { HEED_REFERENCE, "reference" },
 };
 
 static const char *backend_name(heed_backend backend)
@@ -78,7 +83,9 @@ int command_info(int argc, char **argv)
         .examples = "  heed info\n"
                     "  heed info --json | jq '.kernels[] | select(.runs_here) | .name'\n",
     };
-    struct answers { int json; } given = { 0 };
+    struct answers {
+        int json;
+    } given = { 0 };
     static const option_row rows[] = {
         { "json", 0, NULL, read_flag, offsetof(struct answers, json), "the same as JSON" },
         { NULL, 0, NULL, NULL, 0, NULL },

@@ -117,7 +117,9 @@ static int load(job *j, int which, int least_rank, int most_rank)
 
 static int load_all(job *j)
 {
-    static const struct { int which, least, most; } wanted[] = {
+    static const struct {
+        int which, least, most;
+    } wanted[] = {
         { Q, 2, 4 },    { K, 2, 4 },     { V, 2, 4 },    { D_O, 2, 4 },   { MASK, 0, 4 },
         { BIAS, 0, 4 }, { ALIBI, 1, 2 }, { SINK, 1, 1 }, { D_LSE, 1, 3 },
     };
@@ -203,7 +205,9 @@ static int allocate_outputs(job *j)
     heed_tensor rows = rows_view(j, q); /* lse is (batch, heads, rows) in either layout */
     good = good && allocate(&j->out[LSE], HEED_F32, q->rank - 1, rows.shape + 4 - q->rank);
 
-    static const struct { int out, in; } gradients[] = {
+    static const struct {
+        int out, in;
+    } gradients[] = {
         { D_Q, Q }, { D_K, K }, { D_V, V }, { D_BIAS, BIAS }, { D_SINK, SINK },
     };
     for (size_t i = 0; i < sizeof gradients / sizeof *gradients; i++) {
@@ -218,14 +222,25 @@ static void connect(job *j)
 {
     heed_attention *a = &j->a;
     heed_gradient *g = &j->g;
-    const struct { heed_tensor *t; const npy_array *array; heed_tensor (*view)(const npy_array *); } others[] = {
-        { &a->mask, &j->in[MASK], broadcast_view },  { &a->bias, &j->in[BIAS], broadcast_view },
-        { &a->alibi, &j->in[ALIBI], heads_view },    { &a->sink, &j->in[SINK], heads_view },
-        { &a->lse, &j->out[LSE], lse_view },         { &g->d_lse, &j->in[D_LSE], lse_view },
-        { &g->d_bias, &j->out[D_BIAS], broadcast_view }, { &g->d_sink, &j->out[D_SINK], heads_view },
+    const struct {
+        heed_tensor *t;
+        const npy_array *array;
+        heed_tensor (*view)(const npy_array *);
+    } others[] = {
+        { &a->mask, &j->in[MASK], broadcast_view },
+        { &a->bias, &j->in[BIAS], broadcast_view },
+        { &a->alibi, &j->in[ALIBI], heads_view },
+        { &a->sink, &j->in[SINK], heads_view },
+        { &a->lse, &j->out[LSE], lse_view },
+        { &g->d_lse, &j->in[D_LSE], lse_view },
+        { &g->d_bias, &j->out[D_BIAS], broadcast_view },
+        { &g->d_sink, &j->out[D_SINK], heads_view },
     };
-    const struct { heed_tensor *t; const npy_array *array; } rows[] = {
-        { &a->q, &j->in[Q] }, { &a->k, &j->in[K] }, { &a->v, &j->in[V] }, { &a->o, &j->out[O] },
+    const struct {
+        heed_tensor *t;
+        const npy_array *array;
+    } rows[] = {
+        { &a->q, &j->in[Q] },     { &a->k, &j->in[K] },      { &a->v, &j->in[V] },      { &a->o, &j->out[O] },
         { &g->d_o, &j->in[D_O] }, { &g->d_q, &j->out[D_Q] }, { &g->d_k, &j->out[D_K] }, { &g->d_v, &j->out[D_V] },
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
@@ -307,7 +322,10 @@ static const char *read_layout(void *to, const char *text)
     return NULL;
 }
 
-#define FILE_ROW(name, letter, field, help) { name, letter, "FILE", read_text, offsetof(answers, field), help }
+#define FILE_ROW(name, letter, field, help)                                                                            \
+    {                                                                                                                  \
+        name, letter, "FILE", read_text, offsetof(answers, field), help                                                \
+    }
 static const option_row input_rows[] = {
     FILE_ROW("query", 'q', in[Q], "q: (rows, D), (heads, rows, D) or (batch, heads, rows, D)"),
     FILE_ROW("key", 'k', in[K], "k: the same, with keys for rows; q's heads are a multiple"),
@@ -349,8 +367,11 @@ int command_run(int argc, char **argv)
     };
     answers given = { .dtype = -1, .h = how_default() };
     const option_group groups[] = {
-        { "Inputs", input_rows, &given }, { "Results", output_rows, &given },
-        { "Problem", rule_rows, &given.r }, { "Execution", how_rows, &given.h }, { 0 },
+        { "Inputs", input_rows, &given },
+        { "Results", output_rows, &given },
+        { "Problem", rule_rows, &given.r },
+        { "Execution", how_rows, &given.h },
+        { 0 },
     };
     int code = options_parse(&m, groups, argc, argv);
     if (code >= 0)

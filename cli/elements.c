@@ -105,6 +105,5 @@ void element_store(void *data, heed_dtype dtype, int64_t index, double x)
 
 double tensor_at(const heed_tensor *t, int64_t b, int64_t h, int64_t i, int64_t c)
 {
-    return element_load(t->data, t->dtype,
-                        b * t->stride[0] + h * t->stride[1] + i * t->stride[2] + c * t->stride[3]);
+    return element_load(t->data, t->dtype, b * t->stride[0] + h * t->stride[1] + i * t->stride[2] + c * t->stride[3]);
 }

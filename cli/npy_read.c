@@ -148,21 +148,26 @@ static int parse_header(const char *c, header *h, char *why)
         return refuse(why, "the header goes on after its dictionary");
     if (seen != ALL)
         return refuse(why, "the header lacks %s",
-                      !(seen & DESCR) ? "descr" : !(seen & FORTRAN) ? "fortran_order" : "shape");
+                      !(seen & DESCR)     ? "descr"
+                      : !(seen & FORTRAN) ? "fortran_order"
+                                          : "shape");
     return 1;
 }
 
 /* ---- From the header to an array -------------------------------------------------------------------------------- */
 
-static int host_is_little(void)
-{
-    return *(const char *)&(const int){ 1 };
-}
+static int host_is_little(void) { return *(const char *)&(const int){ 1 }; }
 
 static int apply_descr(const char *descr, npy_array *a, int *swapped, char *why)
 {
-    static const struct { const char *name; heed_dtype dtype; } known[] = {
-        { "f2", HEED_F16 }, { "f4", HEED_F32 }, { "f8", HEED_F64 }, { "b1", HEED_BOOL },
+    static const struct {
+        const char *name;
+        heed_dtype dtype;
+    } known[] = {
+        { "f2", HEED_F16 },
+        { "f4", HEED_F32 },
+        { "f8", HEED_F64 },
+        { "b1", HEED_BOOL },
     };
     char order = *descr;
     if (order && strchr("<>=|", order))

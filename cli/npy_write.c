@@ -15,10 +15,7 @@ static int refuse_errno(char *why)
     return 0;
 }
 
-static heed_dtype stored_dtype(heed_dtype dtype)
-{
-    return dtype == HEED_BF16 ? HEED_F32 : dtype;
-}
+static heed_dtype stored_dtype(heed_dtype dtype) { return dtype == HEED_BF16 ? HEED_F32 : dtype; }
 
 static int write_header(FILE *file, const npy_array *a)
 {
@@ -32,8 +29,9 @@ static int write_header(FILE *file, const npy_array *a)
     n += snprintf(text + n, sizeof text - (size_t)n, "), }");
     enum { PREFIX = 10, ALIGNMENT = 64 };
     int total = (PREFIX + n + 1 + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, length = total - PREFIX;
-    unsigned char prefix[PREFIX] = { 0x93, 'N', 'U', 'M', 'P', 'Y', 1, 0, (unsigned char)(length & 255),
-                                     (unsigned char)(length >> 8) };
+    unsigned char prefix[PREFIX] = {
+        0x93, 'N', 'U', 'M', 'P', 'Y', 1, 0, (unsigned char)(length & 255), (unsigned char)(length >> 8)
+    };
     fwrite(prefix, 1, PREFIX, file);
     fprintf(file, "%-*s\n", length - 1, text);
     return !ferror(file);

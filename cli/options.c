@@ -204,8 +204,11 @@ const char *read_backend(void *to, const char *text)
 
 const char *read_with(void *to, const char *text)
 {
-    static const struct { const char *name; unsigned flag; } parts[] = {
-        { "mask", WITH_MASK }, { "bias", WITH_BIAS }, { "alibi", WITH_ALIBI }, { "sink", WITH_SINK },
+    static const struct {
+        const char *name;
+        unsigned flag;
+    } parts[] = {
+        { "mask", WITH_MASK },       { "bias", WITH_BIAS },     { "alibi", WITH_ALIBI }, { "sink", WITH_SINK },
         { "padding", WITH_PADDING }, { "ragged", WITH_RAGGED }, { "pages", WITH_PAGES }, { "views", WITH_VIEWS },
     };
     while (*text) {
@@ -298,10 +301,7 @@ void how_environment(void)
     unsetenv("HEED_KERNEL");
 }
 
-how how_default(void)
-{
-    return (how){ .kernel = *environment_kernel ? environment_kernel : NULL };
-}
+how how_default(void) { return (how){ .kernel = *environment_kernel ? environment_kernel : NULL }; }
 
 /* A kernel's name says its pass and backend; a name that is not in the table is left for heed to complain about. fp64
  * is the reference's alone. */

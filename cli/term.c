@@ -7,10 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static int is_terminal(FILE *to)
-{
-    return isatty(fileno(to));
-}
+static int is_terminal(FILE *to) { return isatty(fileno(to)); }
 
 const char *paint(FILE *to, colour c)
 {

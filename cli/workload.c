@@ -17,15 +17,9 @@ uint64_t random_next(uint64_t *state)
     return z ^ z >> 31;
 }
 
-double random_unit(uint64_t *state)
-{
-    return (double)(random_next(state) >> 11) * 0x1p-53;
-}
+double random_unit(uint64_t *state) { return (double)(random_next(state) >> 11) * 0x1p-53; }
 
-int64_t random_below(uint64_t *state, int64_t n)
-{
-    return (int64_t)(random_unit(state) * (double)n);
-}
+int64_t random_below(uint64_t *state, int64_t n) { return (int64_t)(random_unit(state) * (double)n); }
 
 /* Bell-shaped, variance 1: the sum of three uniform numbers, each of variance 1/3. */
 static double random_normal(uint64_t *state)
@@ -79,7 +73,7 @@ static int64_t index_of(const heed_tensor *t, int64_t b, int64_t h, int64_t i, i
 static void fill_normal(const heed_tensor *t, uint64_t *state)
 {
     FOR_EACH(t, b, h, i, c)
-        element_store(t->data, t->dtype, index_of(t, b, h, i, c), random_normal(state));
+    element_store(t->data, t->dtype, index_of(t, b, h, i, c), random_normal(state));
 }
 
 static void spoil_row(const heed_tensor *t, int64_t b, int64_t i)
@@ -203,16 +197,15 @@ static int make_scores(workload *w, const workload_spec *s, uint64_t *state)
         if (!make(w, &a->mask, HEED_BOOL, (sizes){ .B = odd ? 1 : B, .Hq = odd ? H : 1, .Sq = Sq, .D = Sk }, 0))
             return 0;
         FOR_EACH(&a->mask, b, h, i, j)
-            element_store(a->mask.data, HEED_BOOL, index_of(&a->mask, b, h, i, j),
-                          i % 17 != 3 && random_unit(state) < 0.8);
+        element_store(a->mask.data, HEED_BOOL, index_of(&a->mask, b, h, i, j), i % 17 != 3 && random_unit(state) < 0.8);
     }
     if (s->with & WITH_BIAS) {
         sizes n = { .B = odd ? B : 1, .Hq = odd ? 1 : H, .Sq = odd ? 1 : Sq, .D = Sk };
         if (!make(w, &a->bias, HEED_F32, n, 0) || !make(w, &w->g.d_bias, HEED_F32, n, 0))
             return 0;
         FOR_EACH(&a->bias, b, h, i, j)
-            element_store(a->bias.data, HEED_F32, index_of(&a->bias, b, h, i, j),
-                          random_unit(state) < 0.02 ? -INFINITY : random_normal(state));
+        element_store(a->bias.data, HEED_F32, index_of(&a->bias, b, h, i, j),
+                      random_unit(state) < 0.02 ? -INFINITY : random_normal(state));
     }
     sizes heads = { .B = 1, .Hq = H, .Sq = 1, .D = 1 };
     if (s->with & WITH_ALIBI) {
@@ -275,7 +268,7 @@ static int copy(workload *to, heed_tensor *t, const heed_tensor *from, heed_dtyp
     if (!make(to, t, dtype, (sizes){ .B = n[0], .Hq = n[1], .Sq = n[2], .D = n[3] }, 0))
         return 0;
     FOR_EACH(from, b, h, i, c)
-        element_store(t->data, dtype, index_of(t, b, h, i, c), tensor_at(from, b, h, i, c));
+    element_store(t->data, dtype, index_of(t, b, h, i, c), tensor_at(from, b, h, i, c));
     return 1;
 }
 
@@ -305,8 +298,8 @@ void tensor_nudge(const heed_tensor *t, double part, uint64_t *state)
 {
     if (t->data)
         FOR_EACH(t, b, h, i, c)
-            element_store(t->data, t->dtype, index_of(t, b, h, i, c),
-                          tensor_at(t, b, h, i, c) * (1 + (random_next(state) & 1 ? part : -part)));
+    element_store(t->data, t->dtype, index_of(t, b, h, i, c),
+                  tensor_at(t, b, h, i, c) * (1 + (random_next(state) & 1 ? part : -part)));
 }
 
 /* ---- Running it ------------------------------------------------------------------------------------------------- */
@@ -366,7 +359,8 @@ difference tensor_difference(const heed_tensor *got, const heed_tensor *want)
 {
     difference d = { 0 };
     double error_squares = 0, want_squares = 0, count = 0;
-    FOR_EACH(want, b, h, i, c) {
+    FOR_EACH(want, b, h, i, c)
+    {
         double x = tensor_at(got, b, h, i, c), y = tensor_at(want, b, h, i, c);
         double error = x == y ? 0 : fabs(x - y), size = isfinite(y) ? fabs(y) : 0;
         if (isnan(error))

@@ -122,10 +122,10 @@ typedef enum heed_align {
 } heed_align;
 
 typedef struct heed_attention {
-    heed_tensor q; /* [B, Hq, Sq, D]: fp32, fp16, bf16; D from 1 to 512 */
-    heed_tensor k; /* [B, Hk, Sk, D]: q's dtype; Hq is a multiple of Hk */
-    heed_tensor v; /* [B, Hk, Sk, Dv]: q's dtype; Dv from 1 to 512 */
-    heed_tensor o; /* [B, Hq, Sq, Dv]: q's dtype, or fp32. Written by forward, read by backward */
+    heed_tensor q;   /* [B, Hq, Sq, D]: fp32, fp16, bf16; D from 1 to 512 */
+    heed_tensor k;   /* [B, Hk, Sk, D]: q's dtype; Hq is a multiple of Hk */
+    heed_tensor v;   /* [B, Hk, Sk, Dv]: q's dtype; Dv from 1 to 512 */
+    heed_tensor o;   /* [B, Hq, Sq, Dv]: q's dtype, or fp32. Written by forward, read by backward */
     heed_tensor lse; /* [B, Hq, Sq, 1], fp32, or fp64 as q. Optional in forward, which writes it; backward reads it */
 
     /* scale: 0 means 1/sqrt(D). For a scale of exactly zero leave it 0 and set zero_scale. */
@@ -190,13 +190,14 @@ typedef struct heed_attention {
 typedef struct heed_gradient {
     heed_tensor d_o;   /* [B, Hq, Sq, Dv]: o's dtype. Input */
     heed_tensor d_lse; /* [B, Hq, Sq, 1], lse's types. Optional input: the gradient of lse */
-    heed_tensor delta; /* [B, Hq, Sq, 1], lse's types. Optional input: from heed_delta(); then o and d_lse are not read */
-    heed_tensor d_q;   /* like q, in q's dtype or fp32 */
-    heed_tensor d_k;   /* like k, in k's dtype or fp32 */
-    heed_tensor d_v;   /* like v, in v's dtype or fp32 */
+    heed_tensor
+        delta;       /* [B, Hq, Sq, 1], lse's types. Optional input: from heed_delta(); then o and d_lse are not read */
+    heed_tensor d_q; /* like q, in q's dtype or fp32 */
+    heed_tensor d_k; /* like k, in k's dtype or fp32 */
+    heed_tensor d_v; /* like v, in v's dtype or fp32 */
     heed_tensor d_bias; /* bias's shape, fp32 or bias's dtype: summed over the dimensions that bias broadcasts */
     heed_tensor d_sink; /* [1, Hq, 1, 1], fp32: summed over batch and rows */
-    int accumulate;    /* 1: add to d_q, d_k and d_v, which are fp32, in place of overwriting them */
+    int accumulate;     /* 1: add to d_q, d_k and d_v, which are fp32, in place of overwriting them */
 } heed_gradient;
 
 /* ---- How to run ------------------------------------------------------------------------------------------------- */
@@ -214,8 +215,8 @@ typedef enum heed_precision {
 
 typedef struct heed_exec {
     heed_backend backend;
-    int device;   /* HEED_CUDA: which one, in the order of the CUDA runtime */
-    void *stream; /* HEED_CUDA: a cudaStream_t; NULL is the default stream. Calls return before the work is done.
+    int device;      /* HEED_CUDA: which one, in the order of the CUDA runtime */
+    void *stream;    /* HEED_CUDA: a cudaStream_t; NULL is the default stream. Calls return before the work is done.
                      Elsewhere ignored: the work is done when the call returns. */
     void *workspace; /* heed_workspace_size() bytes in the backend's memory, aligned to 16 bytes; free to be reused as
                         soon as the call's work is done. What it holds before does not matter. */
@@ -272,20 +273,20 @@ HEED_API heed_status heed_delta(const heed_tensor *o, const heed_tensor *d_o, co
  * passed over. chip: NULL for the device of x, or the name of one that need not be here: "t4", "a100", "h200",
  * "avx2" ... (heed_chip_name lists them). Cuts the text at size - 1 bytes. Pointers in a may be NULL: the plan then
  * takes them as present and well aligned where the shape says that they exist. */
-HEED_API heed_status heed_explain(const heed_attention *a, const heed_gradient *g, const heed_exec *x,
-                                  const char *chip, char *text, size_t size);
+HEED_API heed_status heed_explain(const heed_attention *a, const heed_gradient *g, const heed_exec *x, const char *chip,
+                                  char *text, size_t size);
 
 /* The names heed_explain knows; NULL from index on when there are no more. */
 HEED_API const char *heed_chip_name(int index);
 
 /* The kernel table in order of preference. HEED_BAD_ARGUMENT when index is past its end. */
 typedef struct heed_kernel_info {
-    const char *name;    /* "forward_cpu_avx512_f32" */
+    const char *name; /* "forward_cpu_avx512_f32" */
     heed_backend backend;
-    int backward;        /* 0: forward, 1: backward */
-    heed_dtype dtype;    /* of q, k and v */
+    int backward;     /* 0: forward, 1: backward */
+    heed_dtype dtype; /* of q, k and v */
     int max_head_dim;
-    int runs_here;       /* the machine has the device and instructions it needs */
+    int runs_here; /* the machine has the device and instructions it needs */
 } heed_kernel_info;
 HEED_API heed_status heed_kernel_at(int index, heed_kernel_info *info);
 

@@ -31,9 +31,9 @@ typedef struct size {
     const char *whose;
 } size;
 
-#define ANY     \
-    {           \
-        0, NULL \
+#define ANY                                                                                                            \
+    {                                                                                                                  \
+        0, NULL                                                                                                        \
     }
 
 static heed_status check_shape(const char *name, const heed_tensor *t, const char *const dims[4], const size want[4])

@@ -1,5 +1,8 @@
 /* What the chip offers: the one under us, found once and kept, and a list of others to plan for. */
 #include "internal.h"
+#ifdef HEED_HAS_CUDA
+#include "cuda/backend.h"
+#endif
 
 #include <stdatomic.h>
 #include <stdio.h>
@@ -125,8 +128,13 @@ static int threads_for(const heed_exec *x)
 
 heed_status heed_device_of(const heed_exec *x, heed_device *d)
 {
-    if (x->backend == HEED_CUDA)
+    if (x->backend == HEED_CUDA) {
+#ifdef HEED_HAS_CUDA
+        return heed_cuda_device(x->device, d);
+#else
         return heed_fail(HEED_NO_DEVICE, "this build of heed has no CUDA backend");
+#endif
+    }
     *d = this_machine()->cpu;
     d->backend = x->backend;
     d->threads = threads_for(x);
@@ -203,10 +211,14 @@ heed_status heed_device_at(heed_backend backend, int index, heed_device_info *in
         return heed_fail(HEED_BAD_ARGUMENT, "info: is NULL");
     if ((s = heed_check_exec(&x)) || (s = heed_device_of(&x, &d)))
         return s;
-    if (index > 0)
+    if (index > 0 && backend != HEED_CUDA)
         return heed_fail(HEED_NO_DEVICE, "index: is %d, this machine counts as one CPU", index);
     *info = (heed_device_info){ .units = d.units, .threads = d.threads, .memory_bytes = d.memory_bytes };
     memcpy(info->name, d.name, sizeof info->name);
+    if (backend == HEED_CUDA) {
+        snprintf(info->features, sizeof info->features, "sm_%d", d.arch);
+        return HEED_OK;
+    }
     size_t length = 0;
     for (int isa = d.isa ? HEED_ISA_AVX2 : HEED_ISA_PLAIN; isa <= (int)d.isa; isa++)
         length += (size_t)snprintf(info->features + length, sizeof info->features - length, "%s%s", length ? " " : "",
@@ -228,5 +240,10 @@ heed_status heed_kernel_at(int index, heed_kernel_info *info)
                                 .max_head_dim = k->max_head_dim };
     if (k->backend != HEED_CUDA)
         info->runs_here = k->isa_or_arch <= (int)this_machine()->cpu.isa;
+#ifdef HEED_HAS_CUDA
+    heed_device d;
+    if (k->backend == HEED_CUDA && heed_cuda_device_count() > 0 && !heed_cuda_device(0, &d))
+        info->runs_here = k->isa_or_arch <= d.arch;
+#endif
     return HEED_OK;
 }

@@ -1,5 +1,8 @@
 /* The entry points: check the arguments, find the device, choose the kernel, launch it. No arithmetic. */
 #include "internal.h"
+#ifdef HEED_HAS_CUDA
+#include "cuda/backend.h"
+#endif
 
 static heed_status plan_call(const heed_attention *a, const heed_gradient *g, const heed_exec *x, heed_problem *p,
                              heed_plan *plan)
@@ -116,6 +119,10 @@ heed_status heed_merge(const heed_tensor *o, const heed_tensor *lse, const heed_
     heed_status s;
     if ((s = heed_check_exec(x)) || (s = heed_check_merge(o, lse, o2, lse2, normal)) || (s = heed_device_of(x, &d)))
         return s;
+#ifdef HEED_HAS_CUDA
+    if (x->backend == HEED_CUDA)
+        return heed_merge_cuda(normal, x);
+#endif
     heed_merge_cpu(normal, threads_for_elements(&d, normal));
     return HEED_OK;
 }
@@ -128,6 +135,10 @@ heed_status heed_delta(const heed_tensor *o, const heed_tensor *d_o, const heed_
     heed_status s;
     if ((s = heed_check_exec(x)) || (s = heed_check_delta(o, d_o, d_lse, delta, normal)) || (s = heed_device_of(x, &d)))
         return s;
+#ifdef HEED_HAS_CUDA
+    if (x->backend == HEED_CUDA)
+        return heed_delta_cuda(normal, x);
+#endif
     heed_delta_cpu(normal, threads_for_elements(&d, normal));
     return HEED_OK;
 }

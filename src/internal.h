@@ -54,16 +54,17 @@ typedef enum heed_pass { HEED_FORWARD = 0, HEED_BACKWARD = 1 } heed_pass;
 typedef struct heed_problem {
     heed_pass pass;
     heed_attention a;
-    heed_gradient g; /* HEED_BACKWARD only */
-    int64_t B;       /* sequences */
+    heed_gradient g;   /* HEED_BACKWARD only */
+    int64_t B;         /* sequences */
     int64_t Hq, Hk, G; /* query heads, key heads, query heads for each key head */
-    int64_t Sq, Sk;  /* the longest a sequence can be */
+    int64_t Sq, Sk;    /* the longest a sequence can be */
     int64_t D, Dv;
-    double scale;    /* a.scale as the reference takes it: 1/sqrt(D) is seldom a float */
-    int64_t page;    /* rows of a page; 0: not paged */
-    int64_t left, right; /* the band, causal folded in: p - left <= r <= p + right; HEED_UNBOUNDED where there is none */
+    double scale; /* a.scale as the reference takes it: 1/sqrt(D) is seldom a float */
+    int64_t page; /* rows of a page; 0: not paged */
+    int64_t left,
+        right; /* the band, causal folded in: p - left <= r <= p + right; HEED_UNBOUNDED where there is none */
     uint32_t drop_below; /* drop where the 16 random bits are less; 0: no dropout */
-    int aligned;     /* every tensor's data and its rows start at multiples of 16 bytes, and columns are contiguous */
+    int aligned; /* every tensor's data and its rows start at multiples of 16 bytes, and columns are contiguous */
     int nondeterministic;
     heed_precision precision;
 } heed_problem;
@@ -117,15 +118,15 @@ typedef enum heed_isa { HEED_ISA_PLAIN, HEED_ISA_AVX2, HEED_ISA_AVX512, HEED_ISA
 typedef struct heed_device {
     heed_backend backend;
     char name[128];
-    int units;          /* hardware threads, or multiprocessors */
-    heed_isa isa;       /* CPU */
-    int threads;        /* CPU: to be used by this call */
-    int arch;           /* GPU: 10 * major + minor of the compute capability */
+    int units;           /* hardware threads, or multiprocessors */
+    heed_isa isa;        /* CPU */
+    int threads;         /* CPU: to be used by this call */
+    int arch;            /* GPU: 10 * major + minor of the compute capability */
     size_t shared_bytes; /* GPU: shared memory that one block may have */
     size_t memory_bytes;
 } heed_device;
 
-heed_status heed_device_of(const heed_exec *x, heed_device *d);              /* the one the call would run on */
+heed_status heed_device_of(const heed_exec *x, heed_device *d);                      /* the one the call would run on */
 heed_status heed_device_named(const char *chip, const heed_exec *x, heed_device *d); /* one that need not be here */
 const char *heed_isa_name(heed_isa isa);
 const char *heed_kernel_of_environment(void); /* HEED_KERNEL as it stood at the first call; NULL: unset */
@@ -156,7 +157,7 @@ typedef struct heed_kernel {
     heed_dtype dtype;
     int isa_or_arch; /* the least heed_isa, or compute capability */
     int max_head_dim;
-    unsigned uses;   /* the HEED_USES_ it can take */
+    unsigned uses; /* the HEED_USES_ it can take */
     size_t (*workspace)(const heed_problem *p, const struct heed_plan *plan);
     heed_status (*launch)(const heed_problem *p, const struct heed_plan *plan, const heed_exec *x);
 } heed_kernel;
@@ -169,8 +170,12 @@ typedef struct heed_plan {
 } heed_plan;
 
 /* The first row that fits. Pure. Where why is not NULL, a line for each row considered goes to it. */
-typedef struct heed_text { char *data; size_t size, length; } heed_text;
-heed_status heed_choose(const heed_problem *p, const heed_device *d, const char *forced, heed_plan *plan, heed_text *why);
+typedef struct heed_text {
+    char *data;
+    size_t size, length;
+} heed_text;
+heed_status heed_choose(const heed_problem *p, const heed_device *d, const char *forced, heed_plan *plan,
+                        heed_text *why);
 int heed_threads_for(const heed_device *d, double microseconds); /* of work on one thread */
 extern const heed_kernel heed_kernels[];
 extern const int heed_kernel_total;

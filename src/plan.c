@@ -1,6 +1,9 @@
 /* The planner: the first row of kernels.def that can take the problem on the device. Pure: it knows a device only as
  * numbers, so it plans as well for one that is not here, and every call with the same numbers gets the same answer. */
 #include "internal.h"
+#ifdef HEED_HAS_CUDA
+#include "cuda/backend.h"
+#endif
 
 #include <inttypes.h>
 #include <stdarg.h>
@@ -15,11 +18,13 @@
 #define TYPE_f64 HEED_F64
 
 /* clang-format off */
-#define ROW(way, WAY, on, least, type, family, suffix)                                                                 \
+#define ROW(way, WAY, on, least, type, family, suffix, widest, takes)                                                  \
     { .name = #way "_" family "_" #type, .pass = WAY, .backend = on, .dtype = TYPE_##type, .isa_or_arch = least,       \
-      .max_head_dim = HEED_MAX_HEAD_DIM, .uses = HEED_USES_ALL, .workspace = heed_##way##_workspace_##suffix,          \
+      .max_head_dim = widest, .uses = takes, .workspace = heed_##way##_workspace_##suffix,                             \
       .launch = heed_##way##_##suffix },
-#define ROWS(...) ROW(forward, HEED_FORWARD, __VA_ARGS__) ROW(backward, HEED_BACKWARD, __VA_ARGS__)
+#define ROWS(...)                                                                                                      \
+    ROW(forward, HEED_FORWARD, __VA_ARGS__, HEED_MAX_HEAD_DIM, HEED_USES_ALL)                                          \
+    ROW(backward, HEED_BACKWARD, __VA_ARGS__, HEED_MAX_HEAD_DIM, HEED_USES_ALL)
 /* clang-format on */
 
 #define CPU_plain(type) ROWS(HEED_CPU, HEED_ISA_PLAIN, type, "cpu_plain", plain)
@@ -33,8 +38,19 @@
 #define CPU_avx512bf16(type)
 #endif
 
+#ifdef HEED_HAS_CUDA
+#define CUDA_portable(type) ROWS(HEED_CUDA, 75, type, "cuda_portable", portable)
+#define CUDA_mma(type)                                                                                                 \
+    ROW(forward, HEED_FORWARD, HEED_CUDA, 80, type, "cuda_mma", mma, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED)        \
+    ROW(backward, HEED_BACKWARD, HEED_CUDA, 80, type, "cuda_mma", mma, 128, HEED_USES_ALL & ~HEED_USES_UNALIGNED)
+#else
+#define CUDA_portable(type)
+#define CUDA_mma(type)
+#endif
+
 const heed_kernel heed_kernels[] = {
 #define CPU(isa, type) CPU_##isa(type)
+#define CUDA(family, type) CUDA_##family(type)
 #define REFERENCE(type) ROWS(HEED_REFERENCE, 0, type, "reference", reference)
 #include "kernels.def"
 };

@@ -109,7 +109,7 @@ static void bf16(call *c)
 
 enum kind { FORWARD, BACKWARD, FORWARD_RUN, BACKWARD_RUN };
 
-#define RULE(kind, name, message, ...) \
+#define RULE(kind, name, message, ...)                                                                                 \
     static void break_##name(call *c) { __VA_ARGS__; }
 #include "errors.def"
 #undef RULE

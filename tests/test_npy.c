@@ -85,7 +85,12 @@ static void every_version_is_read(void **state)
 static void every_dtype_and_byte_order_is_read(void **state)
 {
     (void)state;
-    static const struct { const char *descr; heed_dtype dtype; size_t size; unsigned char one[8]; } cases[] = {
+    static const struct {
+        const char *descr;
+        heed_dtype dtype;
+        size_t size;
+        unsigned char one[8];
+    } cases[] = {
         { "<f2", HEED_F16, 2, { 0x00, 0x3C } },
         { ">f2", HEED_F16, 2, { 0x3C, 0x00 } },
         { "<f4", HEED_F32, 4, { 0x00, 0x00, 0x80, 0x3F } },
@@ -161,7 +166,9 @@ static void empty_and_zero_dimensional_arrays_are_read(void **state)
 static void bad_headers_are_refused_by_name(void **state)
 {
     (void)state;
-    static const struct { const char *header, *reason; } cases[] = {
+    static const struct {
+        const char *header, *reason;
+    } cases[] = {
         { "", "not a dictionary" },
         { "[1, 2]", "not a dictionary" },
         { "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3)", "not separated by commas" },
@@ -356,14 +363,18 @@ static void halves_survive_the_way_through_double(void **state)
 static void halves_round_to_nearest_even(void **state)
 {
     (void)state;
-    static const struct { double x; heed_dtype dtype; uint16_t bits; } cases[] = {
-        { 1 + 0x1p-11, HEED_F16, 0x3C00 },          { 1 + 0x1p-11 + 0x1p-40, HEED_F16, 0x3C01 },
-        { 1 + 0x3p-11, HEED_F16, 0x3C02 },          { 65519.99, HEED_F16, 0x7BFF },
-        { 65520, HEED_F16, 0x7C00 },                { -1e300, HEED_F16, 0xFC00 },
-        { 0x1p-25, HEED_F16, 0x0000 },              { 0x1.8p-24, HEED_F16, 0x0002 },
-        { 0x1.ffep-15, HEED_F16, 0x0400 },          { -0.0, HEED_F16, 0x8000 },
-        { 1 + 0x1p-8, HEED_BF16, 0x3F80 },          { 1 + 0x3p-8, HEED_BF16, 0x3F82 },
-        { 0x1.ffp127, HEED_BF16, 0x7F80 },          { 0x1p-133, HEED_BF16, 0x0001 },
+    static const struct {
+        double x;
+        heed_dtype dtype;
+        uint16_t bits;
+    } cases[] = {
+        { 1 + 0x1p-11, HEED_F16, 0x3C00 }, { 1 + 0x1p-11 + 0x1p-40, HEED_F16, 0x3C01 },
+        { 1 + 0x3p-11, HEED_F16, 0x3C02 }, { 65519.99, HEED_F16, 0x7BFF },
+        { 65520, HEED_F16, 0x7C00 },       { -1e300, HEED_F16, 0xFC00 },
+        { 0x1p-25, HEED_F16, 0x0000 },     { 0x1.8p-24, HEED_F16, 0x0002 },
+        { 0x1.ffep-15, HEED_F16, 0x0400 }, { -0.0, HEED_F16, 0x8000 },
+        { 1 + 0x1p-8, HEED_BF16, 0x3F80 }, { 1 + 0x3p-8, HEED_BF16, 0x3F82 },
+        { 0x1.ffp127, HEED_BF16, 0x7F80 }, { 0x1p-133, HEED_BF16, 0x0001 },
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         uint16_t bits;

@@ -16,18 +16,18 @@
 #include <stdatomic.h>
 
 #define BQ (140 / MR * MR) /* rows in a block, at most; even */
-#define LDB (BC + 16) /* floats from row to row of P and dS */
+#define LDB (BC + 16)      /* floats from row to row of P and dS */
 
 typedef struct backward_layout {
     int64_t keys, key_block, key_blocks;
-    int64_t block, row_blocks;    /* rows in a block: even, as they may be paired, and whole tiles if there are several */
+    int64_t block, row_blocks; /* rows in a block: even, as they may be paired, and whole tiles if there are several */
     int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place;
-    int64_t ldq, ldv;             /* units in a row of Q; of dO */
-    int64_t wide, wide_v;         /* columns of D and Dv, padded */
-    size_t delta, turns, bounds;  /* [B][Hq][Sq]; [B][Hq][row_blocks]; [B][row_blocks] */
-    size_t dq;                    /* [B][Hq][Sq][wide] */
+    int64_t ldq, ldv;            /* units in a row of Q; of dO */
+    int64_t wide, wide_v;        /* columns of D and Dv, padded */
+    size_t delta, turns, bounds; /* [B][Hq][Sq]; [B][Hq][row_blocks]; [B][row_blocks] */
+    size_t dq;                   /* [B][Hq][Sq][wide] */
     size_t scratch, scratch_stride;
-    size_t bias;                  /* dS before the softcap, of one thread: [BQ][LDB], for d_bias only */
+    size_t bias; /* dS before the softcap, of one thread: [BQ][LDB], for d_bias only */
     size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, p, ds, pz, dsz; /* inside scratch */
     size_t bytes;
 } backward_layout;
@@ -254,7 +254,8 @@ static void weights_to_units(backward_block *b)
         for (int64_t k = 0; k < 1 + pair; k++)
             for (int64_t c = 0; c < columns; c += 2 * W) {
                 float *d = d0 + k * LDB;
-                vec_store_bf16_pair((uint16_t *)d + c, vec_load(d + c), c + W < columns ? vec_load(d + c + W) : vec_zero());
+                vec_store_bf16_pair((uint16_t *)d + c, vec_load(d + c),
+                                    c + W < columns ? vec_load(d + c + W) : vec_zero());
             }
     }
 }
@@ -397,8 +398,8 @@ static void prepare_rows(void *context, int64_t index, int thread)
         int64_t row = s.q_row + i;
         float *delta = at_bytes(&x->j, x->f.delta) + (b * p->Hq + h) * p->Sq + i;
         if (g->delta.data)
-            *delta = ((const float *)g->delta.data)[s.q_batch * g->delta.stride[0] + h * g->delta.stride[1] +
-                                                    row * g->delta.stride[2]];
+            *delta = ((const float *)g->delta
+                          .data)[s.q_batch * g->delta.stride[0] + h * g->delta.stride[1] + row * g->delta.stride[2]];
         else {
             float a[HEED_MAX_HEAD_DIM + W], c[HEED_MAX_HEAD_DIM + W];
             vec sum = vec_zero();

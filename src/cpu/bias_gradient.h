@@ -56,7 +56,8 @@ static void bias_owned(void *context, int64_t index, int thread)
                 for (int64_t hq = hk * p->G; hq < (hk + 1) * p->G; hq++)
                     for (int64_t i = one_row ? 0 : block; i < (one_row ? x->f.row_blocks : block + 1); i++) {
                         row_bounds bounds = *bounds_of(x, bi, i);
-                        if ((t->shape[1] != 1 && hq != h) || i * x->f.block >= b.span.rows || kb < bounds.first || kb > bounds.last)
+                        if ((t->shape[1] != 1 && hq != h) || i * x->f.block >= b.span.rows || kb < bounds.first ||
+                            kb > bounds.last)
                             continue;
                         load_rows(&b, hq, i * x->f.block);
                         for (int64_t tile = 0; tile < b.tiles; tile++)
@@ -67,11 +68,13 @@ static void bias_owned(void *context, int64_t index, int thread)
     }
     int64_t rows = one_row ? 1 : HEED_MIN(x->f.block, p->Sq - block * x->f.block);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < (one_column ? 1 : HEED_MIN(x->f.key_block, x->f.keys - key_block * x->f.key_block)); c++) {
+        for (int64_t c = 0; c < (one_column ? 1 : HEED_MIN(x->f.key_block, x->f.keys - key_block * x->f.key_block));
+             c++) {
             int64_t column = one_column ? 0 : col + (key_block * x->f.key_block + c) * col_step;
             if (column < t->shape[3])
                 heed_store(t->data, t->dtype,
-                           batch * t->stride[0] + h * t->stride[1] + (block * x->f.block + r) * t->stride[2] + column * t->stride[3],
+                           batch * t->stride[0] + h * t->stride[1] + (block * x->f.block + r) * t->stride[2] +
+                               column * t->stride[3],
                            sums[r * BC + c]);
         }
 }
@@ -88,8 +91,8 @@ static void sink_owned(void *context, int64_t h, int thread)
         heed_span s;
         heed_span_of(p, b, &s);
         for (int64_t i = 0; i < s.rows; i++) {
-            float l = ((const float *)lse->data)[s.q_batch * lse->stride[0] + h * lse->stride[1] +
-                                                 (s.q_row + i) * lse->stride[2]];
+            float l = ((const float *)
+                           lse->data)[s.q_batch * lse->stride[0] + h * lse->stride[1] + (s.q_row + i) * lse->stride[2]];
             if (l != -INFINITY)
                 sum -= exp(sink - l) * at_bytes(&x->j, x->f.delta)[(b * p->Hq + h) * p->Sq + i];
         }

@@ -15,20 +15,19 @@
 
 #define BR (140 / MR * MR)
 #define SPLIT_ROWS 64
-#define DIRECT_ROWS 8
 #define CHUNK 1024
 #define MAX_ROWS (BR > SPLIT_ROWS ? BR : SPLIT_ROWS)
 
 /* Where things are in the workspace, in bytes. */
 typedef struct forward_layout {
-    int64_t rows, keys;     /* of one key head: G * Sq rows, at most this many keys after the stride */
+    int64_t rows, keys;                /* of one key head: G * Sq rows, at most this many keys after the stride */
     int64_t row_blocks, block, splits; /* block: rows in a block, BR at most */
-    int64_t ldq, ldo;       /* floats from row to row of Q and O */
+    int64_t ldq, ldo;                  /* floats from row to row of Q and O */
     int direct, v_in_place, by_head;
-    size_t panels, panels_stride; /* K of one head; [threads] when by_head, else [B * Hk] */
-    size_t values, values_stride; /* V of one head, likewise, unless it is used in place */
+    size_t panels, panels_stride;   /* K of one head; [threads] when by_head, else [B * Hk] */
+    size_t values, values_stride;   /* V of one head, likewise, unless it is used in place */
     size_t scratch, scratch_stride; /* of one thread */
-    size_t q, s, o;         /* inside scratch */
+    size_t q, s, o;                 /* inside scratch */
     size_t results, results_stride; /* O, m, l of one chunk: [B * Hk][splits] */
     size_t bytes;
 } forward_layout;
@@ -44,7 +43,7 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
     if (f.row_blocks > 1)
         f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
-    f.direct = f.rows <= DIRECT_ROWS;
+    f.direct = !HEED_DOT && f.rows <= DIRECT_ROWS;
     f.v_in_place = usable_in_place(p, &p->a.v, p->Dv);
     f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
     f.ldq = units_of(p->D) + W;
@@ -63,8 +62,6 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.q = take(&inside, f.block * f.ldq);
     f.s = take(&inside, HEED_MAX(MR, DIRECT_ROWS) * LDS);
     f.o = take(&inside, f.block * f.ldo);
-    if (f.direct && !f.v_in_place)
-        f.values_stride = inside, take(&inside, BC * f.ldo);
     f.scratch = used, f.scratch_stride = inside;
     used += inside * (size_t)plan->threads;
 
@@ -86,9 +83,9 @@ typedef struct forward_block {
     float m[MAX_ROWS + W], l[MAX_ROWS + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
     char started[MAX_ROWS];                 /* tile: O holds something */
     left Q;
-    float *room, *S, *O;                    /* room: for rows of Q that cannot be used where they lie */
-    right K, V;                             /* of key 0 */
-    float *values;                          /* direct: room for BC rows of V that cannot be used in place */
+    float *room, *S, *O; /* room: for rows of Q that cannot be used where they lie */
+    right K, V;          /* of key 0 */
+    direct_rows direct;  /* for few rows; direct.h */
 } forward_block;
 
 /* 2^(c (m - m')) for each row of a tile goes to keep, m' to m; m' = max(m, the largest of the row's scores). */
@@ -180,70 +177,6 @@ static int values_are_finite(const forward_block *b, int64_t first, int64_t last
     return 1;
 }
 
-#if !HEED_DOT
-/* Scores of up to DIRECT_ROWS rows with key n, where K lies: s[r * LDS] = Q_r . k. */
-INLINE void direct_key(float *s, const float *Q, int64_t ldq, int64_t rows, heed_dtype type, const void *k, int64_t dim)
-{
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) {
-        vec x[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
-        for (int64_t d = 0; d < dim; d += W) {
-            vec key = vec_load_as(type, k, d);
-            UNROLL for (int i = 0; i < 4; i++)
-                x[i] = vec_fma(key, vec_load(Q + (r + i) * ldq + d), x[i]);
-        }
-        UNROLL for (int i = 0; i < 4; i++)
-            s[(r + i) * LDS] = vec_sum(x[i]);
-    }
-    for (; r < rows; r++) {
-        vec x = vec_zero(), y = x;
-        int64_t d = 0;
-        for (; d + W < dim; d += 2 * W) {
-            x = vec_fma(vec_load_as(type, k, d), vec_load(Q + r * ldq + d), x);
-            y = vec_fma(vec_load_as(type, k, d + W), vec_load(Q + r * ldq + d + W), y);
-        }
-        if (d < dim)
-            x = vec_fma(vec_load_as(type, k, d), vec_load(Q + r * ldq + d), x);
-        s[r * LDS] = vec_sum(vec_add(x, y));
-    }
-}
-
-#define AHEAD 16 /* keys; at 32k keys a core then reads as fast as memory delivers */
-
-static inline void prefetch_row(const source *x, int64_t n)
-{
-    const char *row = source_row(x, n);
-    for (int64_t i = 0; i < x->dim * (x->t->dtype == HEED_F32 ? 4 : 2); i += 64)
-        __builtin_prefetch(row + i);
-}
-
-/* Keys [from, to) of the block. Memory is the limit here, and the processor's own prefetching does not reach it: K is
- * asked for ahead of its use, and V while its turn has not come. */
-static void direct_scores(const forward_block *b, int64_t n0, int64_t from, int64_t to)
-{
-    const heed_problem *p = b->j->p;
-    source k = keys_of(p, b->span, &p->a.k, b->hk, p->D), v = keys_of(p, b->span, &p->a.v, b->hk, p->Dv);
-    int whole = k.t->stride[3] == 1 && p->D % W == 0;
-    int64_t dim = units_of(p->D);
-    for (int64_t c = from; c < to; c++) {
-        float copy[HEED_MAX_HEAD_DIM + W];
-        prefetch_row(&v, n0 + c);
-        if (n0 + c + AHEAD < b->span->keys)
-            prefetch_row(&k, n0 + c + AHEAD);
-        if (!whole)
-            unit_row(copy, &k, n0 + c);
-        else if (k.t->dtype == HEED_F32)
-            direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_F32, source_row(&k, n0 + c), dim);
-        else if (k.t->dtype == HEED_F16)
-            direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_F16, source_row(&k, n0 + c), dim);
-        else
-            direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_BF16, source_row(&k, n0 + c), dim);
-        if (!whole)
-            direct_key(b->S + c, b->Q.data, b->Q.ld, b->rows, HEED_F32, copy, dim);
-    }
-}
-#endif
-
 /* One tile of rows against one block of keys, n0 .. n1-1. *finite: whether V is so there, -1 where not known yet. */
 static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, int *finite)
 {
@@ -261,11 +194,9 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
 
     int64_t from = (first - n0) / PANEL * PANEL, to = round_up(last - n0, W);
     float *S = b->S, *O = b->O + r0 * b->f->ldo, keep[MR + W];
-#if !HEED_DOT
     if (b->f->direct)
-        direct_scores(b, n0, first - n0, last - n0);
+        direct_scores(&b->direct, S, n0, first - n0, last - n0);
     else
-#endif
         multiply(S + from, LDS, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
                  (right){ b->K.data + (n0 + from) / PANEL * b->K.next, b->K.ld, b->K.next }, rows, (to - from) / W,
                  (j->p->D + PER_UNIT - 1) / PER_UNIT, NULL);
@@ -289,15 +220,14 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
 
     right V = b->V;
     int64_t width = round_up(j->p->Dv, W), skip = (first - n0) / PER_UNIT;
-    if (b->values) {
-        source v = keys_of(j->p, b->span, &j->p->a.v, b->hk, j->p->Dv);
-        pack_stacked(b->values, &v, n0, n1, width);
-        V.data = b->values;
-    } else
+    if (!b->f->direct)
         V.data += n0 / PER_UNIT * V.ld;
     if (j->partial && *finite < 0 && (j->p->a.mask.data || all_first > first || all_last < last))
         *finite = values_are_finite(b, n0, n1);
-    if (*finite == 0)
+    if (b->f->direct)
+        direct_values(&b->direct, O, b->f->ldo, S, n0, first - n0, last - n0, b->started[t] ? keep : NULL,
+                      *finite == 0);
+    else if (*finite == 0)
         add_seen_values(O, b->f->ldo, S, V, rows, first - n0, last - n0, width, b->started[t] ? keep : NULL);
     else
         multiply(O, b->f->ldo, (left){ S + skip, LDS, 0 }, (right){ V.data + skip * V.ld, V.ld, V.next }, rows,
@@ -340,11 +270,11 @@ static void query_rows(forward_block *b)
 {
     const heed_problem *p = b->j->p;
     source q = rows_of(p, b->span, &p->a.q, b->rows ? b->row[0].h : 0, p->D);
-    if (b->rows && b->row[b->rows - 1].h == q.head && !b->f->direct) {
+    b->Q = (left){ b->room, b->f->ldq, 0 };
+    if (!b->f->direct && b->rows && b->row[b->rows - 1].h == q.head) {
         b->Q = left_rows(&q, b->row[0].i, b->row[0].i + b->rows, b->room, b->f->ldq);
         return;
     }
-    b->Q = (left){ b->room, b->f->ldq, 0 };
     for (int64_t r = 0; r < b->rows; r++) {
         float *to = b->room + r * b->f->ldq;
         q = rows_of(p, b->span, &p->a.q, b->row[r].h, p->D);
@@ -352,6 +282,8 @@ static void query_rows(forward_block *b)
         for (int64_t u = 0; u < units_of(p->D) && b->f->direct; u += W)
             vec_store(to + u, vec_scale_units(vec_load(to + u), vec_set1(b->j->k_scale)));
     }
+    b->direct = (direct_rows){ keys_of(p, b->span, &p->a.k, b->hk, p->D), keys_of(p, b->span, &p->a.v, b->hk, p->Dv),
+                               b->room, b->f->ldq, b->rows };
 }
 
 /* Rows [r0, r1) of key head hk against keys [n0, n1). The result stays in the block. */
@@ -399,7 +331,8 @@ static void pack_head(const forward_run *x, const heed_span *s, int64_t hk, int6
                      first, last, width);
 }
 
-static void block_start(forward_block *b, const forward_run *x, const heed_span *s, int64_t hk, int64_t buffer, int thread)
+static void block_start(forward_block *b, const forward_run *x, const heed_span *s, int64_t hk, int64_t buffer,
+                        int thread)
 {
     const heed_problem *p = x->j.p;
     size_t scratch = x->f.scratch + x->f.scratch_stride * (size_t)thread;
@@ -408,7 +341,6 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     b->room = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
     b->O = at_bytes(&x->j, scratch + x->f.o);
     b->K = (right){ at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), PANEL, PANEL * units_of(p->D) };
-    b->values = x->f.direct && !x->f.v_in_place ? at_bytes(&x->j, scratch + x->f.values_stride) : NULL;
     if (x->f.v_in_place && s->keys) {
         source v = keys_of(p, s, &p->a.v, hk, p->Dv);
         b->V = (right){ (const float *)(const void *)source_row(&v, 0), v.spacing, PANEL };
@@ -473,7 +405,8 @@ static void forward_chunk(void *context, int64_t index, int thread)
     forward_block b;
     int64_t head = index / x->f.splits, chunk = index % x->f.splits, ldo = x->f.ldo;
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
-    int64_t buffer = x->f.by_head ? thread : head, n0 = HEED_MIN(chunk * CHUNK, s.keys), n1 = HEED_MIN(n0 + CHUNK, s.keys);
+    int64_t buffer = x->f.by_head ? thread : head, n0 = HEED_MIN(chunk * CHUNK, s.keys),
+            n1 = HEED_MIN(n0 + CHUNK, s.keys);
     block_start(&b, x, &s, head % x->j.p->Hk, buffer, thread);
     if (!x->f.direct && x->f.by_head)
         pack_head(x, &s, b.hk, buffer, n0, n1);
@@ -501,7 +434,8 @@ static void forward_merge(void *context, int64_t head, int thread)
     block_start(&b, x, &s, head % x->j.p->Hk, 0, thread);
     float c = (x->j.changes ? 1 : x->j.s_scale) * LOG2E;
     for (int64_t r = 0; r < s.rows * x->j.p->G; r++) {
-        const float *part = at_bytes(&x->j, x->f.results + x->f.results_stride * (size_t)(head * x->f.splits)) + r * (ldo + 2);
+        const float *part = at_bytes(&x->j, x->f.results + x->f.results_stride * (size_t)(head * x->f.splits)) +
+                            r * (ldo + 2);
         int64_t step = (int64_t)(x->f.results_stride / sizeof(float));
         float m = -INFINITY, l = 0, *O = b.O;
         memset(O, 0, (size_t)ldo * sizeof(float));

@@ -29,6 +29,7 @@
 #include "pack.h"
 #include "parallel.h"
 #include "scores.h"
+#include "direct.h"
 #include "forward.h"
 #include "backward.h"
 #include "bias_gradient.h"

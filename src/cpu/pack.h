@@ -24,8 +24,8 @@ typedef struct source {
     int paged;
 } source;
 
-static inline source source_of(const heed_problem *p, const heed_span *s, const heed_tensor *t, int64_t head, int64_t dim,
-                               int64_t first, int64_t spacing)
+static inline source source_of(const heed_problem *p, const heed_span *s, const heed_tensor *t, int64_t head,
+                               int64_t dim, int64_t first, int64_t spacing)
 {
     int64_t size = t->dtype == HEED_F32 ? 4 : 2;
     const char *base = t->data ? (const char *)t->data + (first + head * t->stride[1]) * size : NULL;
@@ -50,7 +50,8 @@ static inline source keys_of(const heed_problem *p, const heed_span *s, const he
 static inline const char *source_row(const source *x, int64_t n)
 {
     if (x->paged)
-        return (const char *)x->t->data + heed_key_offset(x->p, x->s, x->t, x->head, n) * (x->t->dtype == HEED_F32 ? 4 : 2);
+        return (const char *)x->t->data +
+               heed_key_offset(x->p, x->s, x->t, x->head, n) * (x->t->dtype == HEED_F32 ? 4 : 2);
     return x->base + n * x->step;
 }
 
@@ -111,13 +112,13 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
         }
         for (int64_t u = 0; u < units; u += W) {
             vec t[W];
-            UNROLL for (int r = 0; r < W; r++)
+            each(r, W)
                 t[r] = vec_load_as(type, from[r], u);
             if (scale != 1)
-                UNROLL for (int r = 0; r < W; r++)
+                each(r, W)
                     t[r] = vec_scale_units(t[r], vec_set1(scale));
             vec_transpose(t);
-            UNROLL for (int r = 0; r < W; r++)
+            each(r, W)
                 vec_store(panel + (u + r) * PANEL, t[r]);
         }
     }
@@ -132,7 +133,8 @@ static void pack_stacked(float *to, const source *x, int64_t first, int64_t last
     for (int64_t n = first; n < last; n += 2, to += width) {
         const uint16_t *a = pair[0], *b = pair[1];
         if (direct && n + 1 < last)
-            a = (const uint16_t *)(const void *)source_row(x, n), b = (const uint16_t *)(const void *)source_row(x, n + 1);
+            a = (const uint16_t *)(const void *)source_row(x, n),
+            b = (const uint16_t *)(const void *)source_row(x, n + 1);
         else {
             unit_row((float *)pair[0], x, n);
             memset(pair[1], 0, sizeof pair[1]);

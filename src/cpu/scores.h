@@ -72,7 +72,9 @@ static void adjust_row(const job *j, const heed_span *span, query q, float *s, f
             load_bias(bias + first, &a->bias, span, q, n0 + first, last - first);
         if (a->mask.data)
             load_bias(mask + first, &a->mask, span, q, n0 + first, last - first);
-        float alibi = a->alibi.data ? ((const float *)a->alibi.data)[span->b * a->alibi.stride[0] + q.h * a->alibi.stride[1]] : 0;
+        float alibi = a->alibi.data
+                          ? ((const float *)a->alibi.data)[span->b * a->alibi.stride[0] + q.h * a->alibi.stride[1]]
+                          : 0;
         float cap = a->softcap, per_cap = cap > 0 ? 1 / cap : 0;
         double distance = (double)(span->r0 + (n0 + first) * span->r_step) - (double)(span->p0 + q.i * span->p_step);
         for (int64_t c = first; c < last; c++) {

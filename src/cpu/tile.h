@@ -21,7 +21,8 @@
 #endif
 
 #define PANEL (NR * W)
-#define UNROLL _Pragma("GCC unroll 16")
+#define each(i, n)                                                                                                     \
+    _Pragma("GCC unroll 16") for (int i = 0; i < (n); i++) /* unrolled, so that arrays become registers */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct left {
@@ -45,27 +46,27 @@ INLINE void tile(const int R, const int N, const int transposed, float *C, int64
                  const float *B, int64_t ldb, int64_t K, const float *keep)
 {
     vec acc[MR][NR];
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int n = 0; n < N; n++)
+    each(r, R)
+        each(n, N)
             acc[r][n] = !keep              ? vec_zero()
                         : keep == keep_all ? vec_load(C + r * ldc + n * W)
                                            : vec_mul(vec_set1(keep[r]), vec_load(C + r * ldc + n * W));
 
     const float *rows[(MR + 2) / 3]; /* a pointer serves three rows, so that all addresses stay in registers */
-    UNROLL for (int g = 0; g < (R + 2) / 3; g++)
+    each(g, (R + 2) / 3)
         rows[g] = A + 3 * g * lda;
     for (int64_t k = 0; k < K; k++) {
         vec b[NR];
-        UNROLL for (int n = 0; n < N; n++)
+        each(n, N)
             b[n] = vec_load(B + k * ldb + n * W);
-        UNROLL for (int r = 0; r < R; r++) {
+        each(r, R) {
             vec a = vec_set1(transposed ? A[k * lda + r] : rows[r / 3][r % 3 * lda + k]);
-            UNROLL for (int n = 0; n < N; n++)
+            each(n, N)
                 acc[r][n] = vec_madd(a, b[n], acc[r][n]);
         }
     }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int n = 0; n < N; n++)
+    each(r, R)
+        each(n, N)
             vec_store(C + r * ldc + n * W, acc[r][n]);
 }
 
@@ -98,9 +99,10 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
     int64_t count = tile_count(rows);
     for (int64_t t = 0; t < count; t++) {
         int64_t r = tile_begin(rows, count, t), R = tile_begin(rows, count, t + 1) - r;
-        const float *a = A.data + (A.transposed ? r : r * A.ld);
-        for (int64_t n = 0; n < vecs; n += NR)
-            tiles[R - 1][vecs - n >= NR ? NR - 1 : vecs - n - 1][A.transposed](
-                C + r * ldc + n * W, ldc, a, A.ld, B.data + n / NR * B.next, B.ld, K, keep && keep != keep_all ? keep + r : keep);
+        const float *a = A.data + (A.transposed ? r : r * A.ld), *kept = keep && keep != keep_all ? keep + r : keep;
+        for (int64_t n = 0; n < vecs; n += NR) {
+            int64_t N = HEED_MIN(NR, vecs - n);
+            tiles[R - 1][N - 1][A.transposed](C + r * ldc + n * W, ldc, a, A.ld, B.data + n / NR * B.next, B.ld, K, kept);
+        }
     }
 }

@@ -23,16 +23,21 @@ static inline vec vec_split(vec x, vec *fraction)
     return x;                                                                   /* scalef takes the floor itself */
 }
 static inline vec vec_scale2(vec x, vec n) { return _mm512_scalef_ps(x, n); }
-static inline vec vec_iota(void)
-{
-    return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
+static inline vec vec_iota(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 static inline vec vec_less(vec a, vec b, vec x, vec y)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
 static inline vec vec_abs(vec x) { return _mm512_abs_ps(x); }
 static inline float vec_sum(vec x) { return _mm512_reduce_add_ps(x); }
+static inline void vec_sum4(vec a, vec b, vec c, vec d, float out[4])
+{
+    vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    vec all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
 static inline float vec_top(vec x) { return _mm512_reduce_max_ps(x); }
 
 static inline vec vec_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
@@ -73,7 +78,8 @@ static inline void vec_transpose(vec r[W])
     }
     for (int i = 0; i < 4; i++) {
         __m512d a = _mm512_shuffle_f64x2(t[i], t[i + 4], 0x88), b = _mm512_shuffle_f64x2(t[i], t[i + 4], 0xDD);
-        __m512d c = _mm512_shuffle_f64x2(t[i + 8], t[i + 12], 0x88), d = _mm512_shuffle_f64x2(t[i + 8], t[i + 12], 0xDD);
+        __m512d c = _mm512_shuffle_f64x2(t[i + 8], t[i + 12], 0x88),
+                d = _mm512_shuffle_f64x2(t[i + 8], t[i + 12], 0xDD);
         r[i] = _mm512_castpd_ps(_mm512_shuffle_f64x2(a, c, 0x88));
         r[i + 4] = _mm512_castpd_ps(_mm512_shuffle_f64x2(b, d, 0x88));
         r[i + 8] = _mm512_castpd_ps(_mm512_shuffle_f64x2(a, c, 0xDD));

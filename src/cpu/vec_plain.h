@@ -59,7 +59,13 @@ static inline vec vec_scale2(vec x, vec n)
     return x * (vec)((e + 127) << 23);
 }
 static inline vec vec_iota(void) { return (vec){ 0, 1, 2, 3 }; }
+/* The sum of the lanes, and the largest. */
 static inline float vec_sum(vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+/* The sums of four vectors. */
+static inline void vec_sum4(vec a, vec b, vec c, vec d, float out[4])
+{
+    out[0] = vec_sum(a), out[1] = vec_sum(b), out[2] = vec_sum(c), out[3] = vec_sum(d);
+}
 static inline float vec_top(vec x)
 {
     float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];

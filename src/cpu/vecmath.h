@@ -35,14 +35,14 @@ INLINE vec vec_tanh(vec x)
 
 INLINE vec vec_load_as(heed_dtype type, const void *row, int64_t c)
 {
-    return type == HEED_F32 ? vec_load((const float *)row + c)
+    return type == HEED_F32   ? vec_load((const float *)row + c)
            : type == HEED_F16 ? vec_load_f16((const uint16_t *)row + c)
                               : vec_load_bf16((const uint16_t *)row + c);
 }
 
 INLINE float load_as(heed_dtype type, const void *row, int64_t c)
 {
-    return type == HEED_F32 ? ((const float *)row)[c]
+    return type == HEED_F32   ? ((const float *)row)[c]
            : type == HEED_F16 ? heed_f16_to_f32(((const uint16_t *)row)[c])
                               : heed_bf16_to_f32(((const uint16_t *)row)[c]);
 }
@@ -59,7 +59,9 @@ INLINE void vec_store_as(heed_dtype type, void *row, int64_t c, vec x)
 
 /* Calls f(type, ...) with type a constant, so that the compiler makes a loop for each. */
 #define FOR_TYPE(type, f, ...)                                                                                         \
-    ((type) == HEED_F32 ? f(HEED_F32, __VA_ARGS__) : (type) == HEED_F16 ? f(HEED_F16, __VA_ARGS__) : f(HEED_BF16, __VA_ARGS__))
+    ((type) == HEED_F32   ? f(HEED_F32, __VA_ARGS__)                                                                   \
+     : (type) == HEED_F16 ? f(HEED_F16, __VA_ARGS__)                                                                   \
+                          : f(HEED_BF16, __VA_ARGS__))
 
 INLINE void load_row_as(heed_dtype type, float *to, const void *from, int64_t step, int64_t n)
 {

@@ -13,6 +13,7 @@ constexpr int WARPS = 4, THREADS = 32 * WARPS;
 /* A warp's scores with keys as rows. low and high are those of the tile's queries. */
 template <int MT, int NT> struct key_major {
     static constexpr int R = 2 * NT, C = 2 * MT;
+    static constexpr bool EXACT = false;
     float (&X)[MT][NT][4];
     const int *lows, *highs;
     int i0, n0, column0; /* first query and first key of this lane; its first column of the tile */
@@ -44,7 +45,7 @@ __device__ static void score_with_slopes(Tile &t, slopes<Tile> &slope, const arg
             for (int e = 0; e < 2; e++) {
                 t.at(r, c + e) *= a.scale;
                 if (a.softcap > 0) {
-                    u[e] = tanhf(t.at(r, c + e) * inverse);
+                    u[e] = tangent<false>(t.at(r, c + e) * inverse);
                     t.at(r, c + e) = a.softcap * u[e];
                 }
             }
@@ -53,8 +54,18 @@ __device__ static void score_with_slopes(Tile &t, slopes<Tile> &slope, const arg
     finish_scores(t, a, s, x, whole);
 }
 
-/* P = 2^(c S - L), at most 1: rounding, where S is large, could make it more. L is lse * log2(e), see row_facts(). */
-__device__ inline float probability(float S, float c, float L) { return exp2_fast(fminf(fmaf(S, c, -L), 0.0f)); }
+/* P = 2^(c S - L), with L from log2_of(lse), or from S = score() the slower way, which takes scores of any size; at most
+ * 1: rounding, where S is large, could make it more. */
+template <bool GENERAL> __device__ inline float probability(float S, float c, float L)
+{
+    return exp2_fast(GENERAL ? min_or_nan(S - L, 0.0f) * LOG2E : min_or_nan(fmaf(S, c, -L), 0.0f));
+}
+
+/* lse * log2(e) within the range of finite numbers; +inf, a row without gradient, stays. */
+template <bool GENERAL> __device__ inline float log2_of(float lse)
+{
+    return GENERAL || lse == CUDART_INF_F ? lse : -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+}
 
 /* dP becomes dS = P (dP - delta) slope, and P what dV wants, after dropout. */
 template <class Tile>
@@ -139,7 +150,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     for (int r = 0; r < 2 * MT; r++) {
         const int row = row0 + own_tile::down(r) + lane / 4;
         const float2 f = row < rows ? facts[row] : make_float2(CUDART_INF_F, 0.0f);
-        L[r] = f.x, delta[r] = f.y;
+        L[r] = log2_of<GENERAL>(f.x), delta[r] = f.y;
     }
     float dQ[MT][D / 8][4];
     clear(dQ);
@@ -173,7 +184,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (int r = 0; r < 2 * MT; r++)
 #pragma unroll
             for (int e = 0; e < 2 * NT; e++)
-                t.at(r, e) = probability(t.at(r, e), c, L[r]);
+                t.at(r, e) = probability<GENERAL>(t.at(r, e), c, L[r]);
         clear(dP);
         multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0);                     /* dP = dO V^T */
         if (GENERAL)
@@ -199,7 +210,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
 /* ---- dK and dV ------------------------------------------------------------------------------------------------------ */
 
-template <int D, bool GENERAL> constexpr int queries_at_once = D == 64 && GENERAL ? 16 : 32;
+template <int D, bool GENERAL> constexpr int queries_at_once = (D == 128 ? 64 : 32) / (GENERAL ? 2 : 1);
 
 template <int D, int BN, int BQ> struct shared_dkv {
     char K[BN * D * 2], V[BN * D * 2], Q[2][BQ * D * 2], dO[2][BQ * D * 2];
@@ -210,40 +221,6 @@ template <int D, int BN, int BQ> struct shared_dkv {
     key_rows k, v;
     int first, last, inside, outside; /* rows that see some key of the tile, and those that see all */
 };
-
-/* The rows of a product's left operand, read once. */
-template <int D, int MT> struct left_rows {
-    uint32_t x[MT][D / 16][4];
-    __device__ void read(uint32_t tile, int row)
-    {
-        const int lane = threadIdx.x % 32;
-        const uint32_t first = chunk_at<D>(tile, row + lane % 16, lane / 16);
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int k = 0; k < D / 16; k++)
-                load_matrices(x[m][k], along<D>(first, k * 2) + m * 16 * D * 2);
-    }
-};
-
-template <class T, int D, int MT, int NT>
-__device__ inline void multiply_left(float (&X)[MT][NT][4], const left_rows<D, MT> &A, uint32_t B)
-{
-    const int lane = threadIdx.x % 32;
-    const uint32_t b_first = chunk_at<D>(B, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-#pragma unroll
-        for (int n = 0; n < NT; n += 2) {
-            uint32_t b[4];
-            load_matrices(b, along<D>(b_first, k * 2) + n * 8 * D * 2);
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                multiply(X[m][n], A.x[m][k], b[0], b[1], T());
-                multiply(X[m][n + 1], A.x[m][k], b[2], b[3], T());
-            }
-        }
-}
 
 /* Starts the copies of queries i0 .. + BQ of head h into a slot, and says what the tile has to know of them. */
 template <int D, int BN, int BQ>
@@ -274,7 +251,6 @@ __global__ void __launch_bounds__(THREADS, 2)
 {
 #if __CUDA_ARCH__ >= 800
     constexpr int MT = 128 / D, BN = WARPS * 16 * MT, BQ = queries_at_once<D, GENERAL>, NT = BQ / 8;
-    constexpr bool HOLD = D == 128 && !GENERAL; /* K and V in registers: there is room, and shared memory is the limit */
     typedef key_major<MT, NT> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_dkv<D, BN, BQ> *)memory;
@@ -293,7 +269,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int keys = min(BN, q.keys - n0);
     copy_keys<D, BN, THREADS>(sK, a, q, a.k, s.k, hk, n0, q.keys, a.D);
     copy_keys<D, BN, THREADS>(sV, a, q, a.v, s.v, hk, n0, q.keys, a.Dv);
-
+    commit_copies();
     if (threadIdx.x == 0) {
         int first, last;
         band_of_key(a, q, n0, s.first, s.last);
@@ -307,17 +283,10 @@ __global__ void __launch_bounds__(THREADS, 2)
     float dK[MT][D / 8][4], dV[MT][D / 8][4];
     clear(dK);
     clear(dV);
-    left_rows<D, MT> K, V;
     const float c = GENERAL ? LOG2E : a.scale * LOG2E;
     int h = hk * a.G, i0 = s.first;
     if (s.first < s.last)
         meet_queries(s, 0, a, facts, h, i0, all_see_all(i0));
-    if (HOLD) {
-        wait_copies<0>();
-        __syncthreads();
-        K.read(sK, row0);
-        V.read(sV, row0);
-    }
     for (int slot = 0; s.first < s.last && h < (hk + 1) * a.G; slot ^= 1) {
         const int i = i0;
         i0 += BQ;
@@ -335,10 +304,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         own_tile dt = { dP, t.lows, t.highs, t.i0, t.n0, t.column0 };
         slopes<own_tile> slope;
         clear(S);
-        if (HOLD)
-            multiply_left<T, D>(S, K, sQ);                                   /* S^T = K Q^T */
-        else
-            multiply_rows<T, D>(S, sK, row0, sQ, 0);
+        multiply_rows<T, D>(S, sK, row0, sQ, 0);                             /* S^T = K Q^T */
         if (GENERAL)
             score_with_slopes(t, slope, a, q, x, whole);
         else if (!whole)
@@ -347,16 +313,14 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int r = 0; r < 2 * NT; r++) {
             const float2 f = s.facts[slot][t.column0 + own_tile::down(r)];
+            const float L = log2_of<GENERAL>(f.x);
             delta[r] = f.y;
 #pragma unroll
             for (int e = 0; e < 2 * MT; e++)
-                t.at(r, e) = probability(t.at(r, e), c, f.x);
+                t.at(r, e) = probability<GENERAL>(t.at(r, e), c, L);
         }
         clear(dP);
-        if (HOLD)
-            multiply_left<T, D>(dP, V, sdO);                                 /* dP^T = V dO^T */
-        else
-            multiply_rows<T, D>(dP, sV, row0, sdO, 0);
+        multiply_rows<T, D>(dP, sV, row0, sdO, 0);                           /* dP^T = V dO^T */
         if (GENERAL)
             differentiate(t, dt, slope, delta, a, q, x);
         else {

@@ -14,6 +14,7 @@
 /* A few elements of the tile: one query, C keys starting at key n, those of a thread's row or four neighbours. */
 template <int COUNT, int GROUPS> struct few {
     static constexpr int R = 1, C = COUNT;
+    static constexpr bool EXACT = true;
     float X[COUNT];
     int i, n, first, last;
     __device__ float &at(int, int c) { return X[c]; }
@@ -52,7 +53,8 @@ __device__ static void differentiate(T &t, float (&dP)[T::C], float lse, float d
     uint32_t kept = a.drop_below ? draw(t, 0, a, q, x, seed_of(a)) : ~0u;
 #pragma unroll
     for (int c = 0; c < T::C; c++) {
-        float P = expf(fminf(t.at(0, c) - lse, 0.0f)), keep = kept >> c & 1 ? a.keep_scale : 0.0f;
+        const float exponent = t.at(0, c) - lse; /* at most 0, but for the rounding of large numbers; NaN stays */
+        const float P = expf(exponent > 0.0f ? 0.0f : exponent), keep = kept >> c & 1 ? a.keep_scale : 0.0f;
         /* P = 0 hides the pair, whatever dP came out as */
         dP[c] = P == 0.0f ? 0.0f : P * (keep * dP[c] - delta) * (to_scores ? slope[0][c] : 1.0f);
         t.at(0, c) = P * keep;

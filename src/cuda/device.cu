@@ -1,7 +1,8 @@
 /* The devices of this machine, described once; errors of the CUDA runtime as statuses; the kernels' arguments. */
 #include "launch.cuh"
 
-#include <mutex>
+#include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 
 heed_status heed_cuda_status(cudaError_t error, const char *doing)
@@ -13,7 +14,7 @@ heed_status heed_cuda_status(cudaError_t error, const char *doing)
 
 #define MOST_DEVICES 64
 
-static std::once_flag asked;
+static pthread_once_t asked = PTHREAD_ONCE_INIT;
 static int device_count;
 static heed_device devices[MOST_DEVICES];
 
@@ -42,7 +43,7 @@ static void ask(void)
 
 int heed_cuda_device_count(void)
 {
-    std::call_once(asked, ask);
+    pthread_once(&asked, ask);
     return device_count;
 }
 

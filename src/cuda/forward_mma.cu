@@ -1,12 +1,16 @@
-/* Forward with mma.sync for fp16 and bf16, head sizes to 128, on sm_80 and later. A block of four warps owns 128 rows
- * of one head, each warp 32 of them, and meets the keys 64 at a time. K and V have one buffer each: V arrives while
+/* Forward with mma.sync for fp16 and bf16, head sizes to 256, on sm_80 and later. A block of four warps owns 128 rows
+ * of one head, each warp 32 of them (half as many at D = 256), and meets 32 to 128 keys at a time. K and V have one buffer each: V arrives while
  * S = Q K^T is computed, the next K while O += P V is. */
 #include "launch.cuh"
 #include "tile_mma.cuh"
 
-constexpr int BR = 128, WARPS = 4, THREADS = 32 * WARPS, MT = 2;
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+
+/* 16-row tiles to a warp: as many as its results leave registers for. */
+template <int D> constexpr int row_tiles = D == 256 ? 1 : 2;
 
 template <int D, int BC> struct shared_forward {
+    static constexpr int BR = WARPS * 16 * row_tiles<D>;
     char Q[BR * D * 2], K[BC * D * 2], V[BC * D * 2];
     int low[BR], high[BR], inside, outside; /* all rows see keys inside .. outside */
     span sequence; /* what is looked at once for each tile lies here and not in registers */
@@ -28,7 +32,7 @@ __device__ static float row_sum(float x)
 }
 
 /* P = 2^(c S - c m'), l = l a + sum P, O = O a, with a = 2^(c m - c m'). */
-template <int D, int NT>
+template <int D, int MT, int NT>
 __device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], float (&l)[MT * 2],
                                     float (&O)[MT][D / 8][4], float c)
 {
@@ -77,16 +81,17 @@ template <class Tile> __device__ static void drop(Tile &t, const args &a, const 
     }
 }
 
-/* What the scores need beyond scale and band is in GENERAL, so that the others do not pay for it; its registers leave
- * room for 32 keys at D = 128. */
-template <int D, bool GENERAL> constexpr int keys_at_once = GENERAL && D == 128 ? 32 : 64;
+/* What the scores need beyond scale and band is in GENERAL, so that the others do not pay for it. The keys at once are
+ * as many as leave no register short. */
+template <int D, bool GENERAL>
+constexpr int keys_at_once = D == 256 ? 32 : D == 128 ? (GENERAL ? 32 : 64) : (GENERAL ? 64 : 96);
 
 template <class T, int D, bool GENERAL>
 __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant__ args a, int tiles)
 {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(1024) char memory[];
-    constexpr int BC = keys_at_once<D, GENERAL>, NT = BC / 8;
+    constexpr int BC = keys_at_once<D, GENERAL>, NT = BC / 8, MT = row_tiles<D>, BR = WARPS * 16 * MT;
     auto &s = *(shared_forward<D, BC> *)memory;
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT, i0 = (tiles - 1 - blockIdx.x % tiles) * BR;
@@ -102,7 +107,8 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
     if (i0 >= q.rows)
         return;
     const int rows = min(BR, q.rows - i0);
-    band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
+    if (threadIdx.x < BR)
+        band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
     copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2, a.q.stride[2] * 2, rows, a.D);
     __syncthreads();
     const int first = min(s.low[0], s.low[rows - 1]) / 8 * 8, last = max(s.high[0], s.high[rows - 1]);
@@ -171,13 +177,19 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
 
 template <class T, int D> static heed_status run(const args &a, const heed_exec *x)
 {
-    const int64_t tiles = tiles_of(a.Sq, BR), blocks = tiles * a.Hq * a.B;
+    const int64_t tiles = tiles_of(a.Sq, WARPS * 16 * row_tiles<D>), blocks = tiles * a.Hq * a.B;
     const bool general = a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below || a.scale <= 0;
     if (general)
         return launch(forward_mma<T, D, true>, blocks, THREADS, sizeof(shared_forward<D, keys_at_once<D, true>>), x, a,
                       (int)tiles);
     return launch(forward_mma<T, D, false>, blocks, THREADS, sizeof(shared_forward<D, keys_at_once<D, false>>), x, a,
                   (int)tiles);
+}
+
+template <class T> static heed_status run(const args &a, const heed_exec *x)
+{
+    const int width = HEED_MAX(a.D, a.Dv);
+    return width <= 64 ? run<T, 64>(a, x) : width <= 128 ? run<T, 128>(a, x) : run<T, 256>(a, x);
 }
 
 size_t heed_forward_workspace_mma(const heed_problem *p, const heed_plan *plan)
@@ -198,8 +210,5 @@ heed_status heed_forward_mma(const heed_problem *p, const heed_plan *plan, const
         status = heed_cuda_prepare_forward(p, a, x);
     if (status)
         return status;
-    const bool narrow = HEED_MAX(a.D, a.Dv) <= 64;
-    if (a.q.dtype == HEED_F16)
-        return narrow ? run<__half, 64>(a, x) : run<__half, 128>(a, x);
-    return narrow ? run<__nv_bfloat16, 64>(a, x) : run<__nv_bfloat16, 128>(a, x);
+    return a.q.dtype == HEED_F16 ? run<__half>(a, x) : run<__nv_bfloat16>(a, x);
 }

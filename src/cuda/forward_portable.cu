@@ -7,6 +7,7 @@
 /* One row of a thread's scores. */
 template <int GROUPS> struct own_row {
     static constexpr int R = 1, C = COLUMNS / GROUPS;
+    static constexpr bool EXACT = true;
     float (&X)[C];
     int i, n, first, last;
     __device__ float &at(int, int c) { return X[c]; }

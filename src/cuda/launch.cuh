@@ -26,7 +26,8 @@ struct on_device {
     }
 };
 
-/* One launch of a one-dimensional grid. No blocks: nothing to do. */
+/* One launch of a one-dimensional grid. No blocks: nothing to do. The arguments have exactly the kernel's types. The
+ * <<<>>> form would need the C++ library, for a guarded static in each stub. */
 template <class Kernel, class... Rest>
 heed_status launch(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
                    const Rest &...rest)
@@ -42,8 +43,10 @@ heed_status launch(Kernel kernel, int64_t blocks, int threads, size_t shared_byt
         if (error)
             return heed_cuda_status(error, "reserving shared memory");
     }
-    kernel<<<(unsigned)blocks, threads, shared_bytes, (cudaStream_t)x->stream>>>(rest...);
-    return heed_cuda_status(cudaGetLastError(), "launching a kernel");
+    void *arguments[] = { (void *)&rest... };
+    return heed_cuda_status(cudaLaunchKernel((const void *)kernel, dim3((unsigned)blocks), dim3(threads), arguments,
+                                             shared_bytes, (cudaStream_t)x->stream),
+                            "launching a kernel");
 }
 
 /* ---- rows.cu: operations on whole rows that the kernels share ---------------------------------------------------- */
@@ -59,7 +62,7 @@ heed_status heed_cuda_prepare_forward(const heed_problem *p, const args &a, cons
 size_t heed_cuda_delta_bytes(const heed_problem *p);
 heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x);
 
-/* For each row of q { lse * log2(e), delta }, or { +inf, 0 } for a row without gradient: its P is then 0. */
+/* For each row of q { lse, delta }, or { +inf, 0 } for a row without gradient: its P is then 0. */
 size_t heed_cuda_facts_bytes(const heed_problem *p);
 heed_status heed_cuda_row_facts(const args &a, const int64_t q_shape[4], float2 *facts, const heed_exec *x);
 

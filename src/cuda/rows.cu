@@ -174,10 +174,9 @@ __global__ void row_facts(const __grid_constant__ args a, rows_shape n, float2 *
     const int64_t row = (int64_t)blockIdx.x * 256 + threadIdx.x;
     if (row >= n.count)
         return;
-    const float lse = load(a.lse, numbered_row(a.lse, n, row)), most = 3.4e38f;
+    const float lse = load(a.lse, numbered_row(a.lse, n, row));
     facts[row] = lse == -CUDART_INF_F ? make_float2(CUDART_INF_F, 0.0f)
-                                      : make_float2(fminf(fmaxf(lse * 1.4426950408889634f, -most), most),
-                                                    load(a.delta, numbered_row(a.delta, n, row)));
+                                      : make_float2(lse, load(a.delta, numbered_row(a.delta, n, row)));
 }
 
 size_t heed_cuda_facts_bytes(const heed_problem *p)

@@ -6,6 +6,7 @@
  *     int row(r)          the query's number in its sequence
  *     int key(c)          the key's number n among those that the sequence can see: key(0) + T::apart(c)
  *     int low(r), high(r) the keys [low, high) that the band lets the query see
+ *     EXACT               whether the scores deserve full fp32 accuracy
  * Each feature is one pass over the tile behind one uniform branch, so that its loads are in flight together. */
 #ifndef HEED_CUDA_SCORES_CUH
 #define HEED_CUDA_SCORES_CUH
@@ -52,40 +53,83 @@ template <class T> __device__ inline int64_t first_element(const T &t, int r, co
     return first + t.row(r) * m.stride[2] + (a.col + t.key(0) * a.col_step) * m.stride[3];
 }
 
+/* Two neighbouring elements at once: where the keys of a pair are neighbours in memory too, and both exist. */
+template <class T> __device__ inline bool in_pairs(const T &t, const span &s, const args &a, const view &m)
+{
+    return T::apart(1) == 1 && m.vector && m.stride[3] == 1 && a.col_step == 1 && t.key(0) % 2 == 0 &&
+           exists(t, s, T::R - 1, T::C - 1);
+}
+
+__device__ inline float2 load_pair(const view &t, int64_t at)
+{
+    if (t.dtype == HEED_F32)
+        return *(const float2 *)((const float *)t.data + at);
+    const uint32_t both = *(const uint32_t *)(t.data + at * 2);
+    return t.dtype == HEED_F16 ? __half22float2(*(const __half2 *)&both)
+                               : __bfloat1622float2(*(const __nv_bfloat162 *)&both);
+}
+
 template <class T> __device__ inline void add_bias(T &t, const args &a, const span &s, const head &x)
 {
     const int64_t step = a.col_step * a.bias.stride[3];
+    const bool pairs = in_pairs(t, s, a, a.bias);
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
         const int64_t at = first_element(t, r, a, a.bias, x.bias);
+        if (pairs) {
 #pragma unroll
-        for (int c = 0; c < T::C; c++)
-            t.at(r, c) += exists(t, s, r, c) ? load(a.bias, at + T::apart(c) * step) : 0.0f;
+            for (int c = 0; c + 1 < T::C; c += 2) {
+                const float2 both = load_pair(a.bias, at + T::apart(c));
+                t.at(r, c) += both.x, t.at(r, c + 1) += both.y;
+            }
+        } else {
+#pragma unroll
+            for (int c = 0; c < T::C; c++)
+                t.at(r, c) += exists(t, s, r, c) ? load(a.bias, at + T::apart(c) * step) : 0.0f;
+        }
     }
 }
 
 template <class T> __device__ inline void apply_mask(T &t, const args &a, const span &s, const head &x)
 {
     const int64_t step = a.col_step * a.mask.stride[3];
+    const bool pairs = in_pairs(t, s, a, a.mask);
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
         const int64_t at = first_element(t, r, a, a.mask, x.mask);
+        if (pairs) {
 #pragma unroll
-        for (int c = 0; c < T::C; c++)
-            if (exists(t, s, r, c) && !a.mask.data[at + T::apart(c) * step])
-                t.at(r, c) = -CUDART_INF_F;
+            for (int c = 0; c + 1 < T::C; c += 2) {
+                const uint32_t both = *(const uint16_t *)(a.mask.data + at + T::apart(c));
+                t.at(r, c) = both & 0xFFu ? t.at(r, c) : -CUDART_INF_F;
+                t.at(r, c + 1) = both >> 8 ? t.at(r, c + 1) : -CUDART_INF_F;
+            }
+        } else {
+#pragma unroll
+            for (int c = 0; c < T::C; c++)
+                if (exists(t, s, r, c) && !a.mask.data[at + T::apart(c) * step])
+                    t.at(r, c) = -CUDART_INF_F;
+        }
     }
 }
 
+/* The distance of key 0 is rounded once and those of the others follow from it: exact below 2^24. */
 template <class T> __device__ inline void add_alibi(T &t, const span &s, const head &x)
 {
+    const float step = (float)s.r_step;
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
-        int64_t p = s.p0 + t.row(r) * s.p_step - s.r0;
+        const float distance = (float)(s.p0 + t.row(r) * s.p_step - s.r0 - t.key(0) * s.r_step);
 #pragma unroll
         for (int c = 0; c < T::C; c++)
-            t.at(r, c) -= x.slope * fabsf((float)(p - t.key(c) * s.r_step));
+            t.at(r, c) -= x.slope * fabsf(distance - T::apart(c) * step);
     }
+}
+
+/* tanh to within 2^-22 of 1, for scores that came from 16-bit products; else to the last bit or two. */
+template <bool EXACT> __device__ inline float tangent(float x)
+{
+    return EXACT ? tanhf(x) : 1.0f - __fdividef(2.0f, __expf(2.0f * x) + 1.0f);
 }
 
 /* S from scale * q.k without a softcap, or from the softcap's result. */
@@ -115,7 +159,7 @@ template <class T> __device__ inline void score(T &t, const args &a, const span 
         for (int r = 0; r < T::R; r++)
 #pragma unroll
             for (int c = 0; c < T::C; c++)
-                t.at(r, c) = a.softcap * tanhf(t.at(r, c) * inverse);
+                t.at(r, c) = a.softcap * tangent<T::EXACT>(t.at(r, c) * inverse);
     }
     finish_scores(t, a, s, x, whole);
 }
@@ -138,7 +182,7 @@ __device__ inline void score_with_slope(T &t, float (&slope)[T::R][T::C], const 
         for (int r = 0; r < T::R; r++)
 #pragma unroll
             for (int c = 0; c < T::C; c++) {
-                float u = tanhf(t.at(r, c) * inverse);
+                float u = tangent<T::EXACT>(t.at(r, c) * inverse);
                 t.at(r, c) = a.softcap * u;
                 slope[r][c] *= 1.0f - u * u;
             }

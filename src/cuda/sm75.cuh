@@ -61,6 +61,18 @@ template <int PENDING> __device__ inline void wait_copies()
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+/* The smaller of the two; NaN if either is. */
+__device__ inline float min_or_nan(float x, float y)
+{
+#if __CUDA_ARCH__ >= 800
+    float z;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+#else
+    return x > y || y != y ? y : x;
+#endif
+}
+
 __device__ inline float exp2_fast(float x)
 {
     float y;

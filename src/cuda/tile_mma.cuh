@@ -1,7 +1,7 @@
 /* The vocabulary of the tensor-core kernels: tiles of 16-bit rows in shared memory, and their products.
  *
  * A row of D elements is D/8 chunks of 16 bytes; chunk c of row r lies at place c ^ (r % 8), so that the eight rows of
- * an 8 x 8 matrix lie in different banks. D is 64 or 128; narrower heads are padded with zeros. */
+ * an 8 x 8 matrix lie in different banks. D is 64, 128 or 256; heads in between are padded with zeros. */
 #ifndef HEED_CUDA_TILE_MMA_CUH
 #define HEED_CUDA_TILE_MMA_CUH
 
@@ -19,7 +19,7 @@ template <int D> __device__ inline uint32_t chunk_at(uint32_t tile, int row, int
  * at multiples of 1 KB, and 8 rows down is 8 rows' bytes further. c is even. */
 template <int D> __device__ inline uint32_t along(uint32_t address, int c)
 {
-    return (address ^ ((c & 6) << 4)) + ((c & 8) << 4);
+    return (address ^ ((c & 6) << 4)) + ((c & ~7) << 4);
 }
 
 /* ---- Memory to shared memory -------------------------------------------------------------------------------------- */
@@ -29,7 +29,7 @@ template <int D, int COUNT, int THREADS>
 __device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step, int rows, int width)
 {
     constexpr int CHUNKS = D / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
-    static_assert(ROWS_AT_ONCE % 8 == 0, "so that a thread's chunks have one place in their rows");
+    static_assert(ROWS_AT_ONCE % 4 == 0, "so that r, below, changes one bit of a chunk's place, or none");
     const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
     const int bytes = max(0, min(16, (width - chunk * 8) * 2));
     const char *from = first + row * step + chunk * 16;
@@ -38,7 +38,7 @@ __device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step,
 #pragma unroll
     for (int r = 0; r < COUNT; r += ROWS_AT_ONCE, from += step)
         if (ROWS_AT_ONCE <= COUNT || row < COUNT)
-            copy_async(to + r * D * 2, from, r + row < rows ? bytes : 0);
+            copy_async((to ^ (r & 4) << 4) + r * D * 2, from, r + row < rows ? bytes : 0);
 }
 
 /* The same for rows that lie anywhere: row r at from(r), which is NULL for zeros. */
@@ -229,6 +229,7 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
 /* A warp's scores with queries as rows, as scores.cuh wants to see them. low and high are in shared memory. */
 template <int MT, int NT> struct query_major {
     static constexpr int R = 2 * MT, C = 2 * NT;
+    static constexpr bool EXACT = false;
     float (&X)[MT][NT][4];
     const int *lows, *highs; /* of the tile's first query */
     int i0, n0, row0;        /* first query and first key of this lane; its first row of the tile */
