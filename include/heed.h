@@ -148,7 +148,7 @@ typedef struct heed_attention {
 
     /* Optional. Each dimension of mask and bias is that of [B, Hq, Sq, Sk] or 1 (broadcast). */
     heed_tensor mask;  /* HEED_BOOL, true: attend */
-    heed_tensor bias;  /* fp32 or q's dtype; -inf is allowed */
+    heed_tensor bias;  /* fp32 or q's dtype; -inf hides the key as a mask does */
     heed_tensor alibi; /* [B or 1, Hq, 1, 1], fp32: the slopes */
     heed_tensor sink;  /* [1, Hq, 1, 1], fp32: one more logit in each row's l_i, with no value */
 
@@ -226,7 +226,7 @@ typedef struct heed_exec {
     int nondeterministic; /* 1: sums may be taken in any order where that is faster */
     heed_precision precision;
     const char *kernel; /* force this row of the kernel table; NULL: the environment variable HEED_KERNEL as it stood at
-                           the first call, else the best. HEED_UNSUPPORTED where it cannot take the problem. */
+                           the first call, if it names a row of this pass, else the best. HEED_UNSUPPORTED where it cannot take the problem. */
 } heed_exec;
 
 /* How many threads a call with exec.threads == 0 uses on the CPU; 0 goes back to OpenMP's number. Process-wide. */
@@ -250,8 +250,9 @@ HEED_API heed_status heed_backward(const heed_attention *a, const heed_gradient 
  * For sequences that are spread over devices or read in pieces. Cut the keys as you like; for each part call
  * heed_forward with HEED_ALIGN_POSITION, k and v of the part, an fp32 o and an lse, and fold the results together with
  * heed_merge. key_step and query_step describe striped cuts, in which neighbours in memory are several positions
- * apart. A sink belongs to no part: fold it in last, as a part of its own with o2 = 0 and lse2 = sink (both by zero
- * strides), and give it to one of the backward calls if d_sink is wanted.
+ * apart. A sink belongs to no part: fold it in last, as a part of its own with o2 = 0 and lse2 = sink, which one row of
+ * zeros and the Hq sinks can stand for (o2 with strides { 0, 0, 0, 1 }, lse2 with { 0, 1, 0, 0 }); a row that saw no key in
+ * any part then has lse = sink. Give the sink to one of the backward calls if d_sink is wanted.
  *
  * Backward: merge first; heed_delta() from the merged o; then for each part heed_backward with the merged lse, that
  * delta, and accumulate = 1 for the gradients that several parts share. */

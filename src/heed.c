@@ -1,8 +1,20 @@
 /* The entry points: check the arguments, find the device, choose the kernel, launch it. No arithmetic. */
 #include "internal.h"
+
+#include <string.h>
 #ifdef HEED_HAS_CUDA
 #include "cuda/backend.h"
 #endif
+
+/* HEED_KERNEL names one row; calls of the other pass are not its business. */
+static const char *forced_kernel(const heed_exec *x, const heed_problem *p)
+{
+    const char *name = x->kernel ? x->kernel : heed_kernel_of_environment();
+    for (int i = 0; name && !x->kernel && i < heed_kernel_total; i++)
+        if (!strcmp(heed_kernels[i].name, name) && heed_kernels[i].pass != p->pass)
+            return NULL;
+    return name;
+}
 
 static heed_status plan_call(const heed_attention *a, const heed_gradient *g, const heed_exec *x, heed_problem *p,
                              heed_plan *plan)
@@ -13,7 +25,7 @@ static heed_status plan_call(const heed_attention *a, const heed_gradient *g, co
         return s;
     if ((s = heed_device_of(x, &d)))
         return s;
-    return heed_choose(p, &d, x->kernel ? x->kernel : heed_kernel_of_environment(), plan, NULL);
+    return heed_choose(p, &d, forced_kernel(x, p), plan, NULL);
 }
 
 static heed_status check_workspace(const heed_plan *plan, const heed_exec *x)
@@ -101,8 +113,7 @@ heed_status heed_explain(const heed_attention *a, const heed_gradient *g, const 
     if ((s = chip ? heed_device_named(chip, x, &d) : heed_device_of(x, &d)))
         return s;
     text[0] = 0;
-    return heed_choose(&p, &d, x->kernel ? x->kernel : heed_kernel_of_environment(), &plan,
-                       &(heed_text){ text, size, 0 });
+    return heed_choose(&p, &d, forced_kernel(x, &p), &plan, &(heed_text){ text, size, 0 });
 }
 
 /* The small calls touch each element once: some nanoseconds for each. */

@@ -42,7 +42,7 @@
 #define CUDA_portable(type) ROWS(HEED_CUDA, 75, type, "cuda_portable", portable)
 #define CUDA_mma(type)                                                                                                 \
     ROW(forward, HEED_FORWARD, HEED_CUDA, 80, type, "cuda_mma", mma, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED)        \
-    ROW(backward, HEED_BACKWARD, HEED_CUDA, 80, type, "cuda_mma", mma, 128, HEED_USES_ALL & ~HEED_USES_UNALIGNED)
+    ROW(backward, HEED_BACKWARD, HEED_CUDA, 80, type, "cuda_mma", mma, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED)
 #else
 #define CUDA_portable(type)
 #define CUDA_mma(type)

@@ -55,7 +55,8 @@ static void forward_in_parts(test_case *c, const cut *qs, int q_count, const cut
         }
     c->a.sink = sink;
     if (sink.data) { /* "fold it in last, as a part of its own with o2 = 0 and lse2 = sink (both by zero strides)" */
-        float zero[64] = { 0 };
+        float *zero = case_memory(c, 64 * sizeof *zero, 0);
+        memset(zero, 0, 64 * sizeof *zero);
         heed_tensor none = { .data = zero, .stride = { 0, 0, 0, 1 } },
                     logit = { .data = sink.data, .stride = { 0, 1, 0, 0 } };
         memcpy(none.shape, c->a.o.shape, sizeof none.shape);

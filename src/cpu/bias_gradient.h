@@ -99,31 +99,3 @@ static void sink_owned(void *context, int64_t h, int thread)
     }
     ((float *)p->g.d_sink.data)[h * p->g.d_sink.stride[1]] = (float)sum;
 }
-
-/* ---- The call --------------------------------------------------------------------------------------------------- */
-
-size_t ISA(heed_backward_workspace)(const heed_problem *p, const heed_plan *plan)
-{
-    return backward_lay_out(p, plan).bytes;
-}
-
-heed_status ISA(heed_backward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
-{
-    backward_run x = { .f = backward_lay_out(p, plan) };
-    job_start(&x.j, p, plan, exec);
-    parallel_for(plan->threads, p->B * p->Hq * x.f.row_blocks, prepare_rows, &x);
-    if (!p->g.accumulate && (p->a.key_stride > 1 || p->a.lengths_k))
-        parallel_for(plan->threads, p->B * p->Hk, clear_keys, &x);
-    if (p->g.d_q.data || p->g.d_k.data || p->g.d_v.data)
-        parallel_for(plan->threads, p->B * p->Hk * x.f.key_blocks, backward_keys, &x);
-    if (p->g.d_bias.data) {
-        const int64_t *shape = p->g.d_bias.shape;
-        clear_bias(&p->g.d_bias);
-        parallel_for(plan->threads,
-                     shape[0] * shape[1] * (shape[2] == 1 ? 1 : x.f.row_blocks) * (shape[3] == 1 ? 1 : x.f.key_blocks),
-                     bias_owned, &x);
-    }
-    if (p->g.d_sink.data)
-        parallel_for(plan->threads, p->Hq, sink_owned, &x);
-    return HEED_OK;
-}

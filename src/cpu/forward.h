@@ -88,60 +88,6 @@ typedef struct forward_block {
     direct_rows direct;  /* for few rows; direct.h */
 } forward_block;
 
-/* 2^(c (m - m')) for each row of a tile goes to keep, m' to m; m' = max(m, the largest of the row's scores). */
-static void raise_maxima(float *m, float *l, const float *top, float *keep, float *base, int64_t rows, float c)
-{
-    for (int64_t r = 0; r < rows; r += W) {
-        vec old = vec_load(m + r), now = vec_max(vec_load(top + r), old);
-        vec floor = vec_less(now, vec_set1(-FLT_MAX), vec_zero(), now); /* no key yet: -inf - -inf would be NaN */
-        vec k = vec_exp2(vec_mul(vec_sub(old, floor), vec_set1(c)));
-        float lane[3][W];
-        vec_store(lane[0], now), vec_store(lane[1], k), vec_store(lane[2], floor);
-        for (int64_t i = r; i < HEED_MIN(r + W, rows); i++) {
-            m[i] = lane[0][i - r], keep[i] = lane[1][i - r], base[i] = lane[2][i - r];
-            l[i] *= keep[i];
-        }
-    }
-}
-
-/* Scores of a tile to weights, in place, columns [from, to) of S, both multiples of W; updates m and l and says in keep
- * by what to scale O. With HEED_DOT the weights are bf16, packed to the front of their row. */
-static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to, float c)
-{
-    float top[MR + W], base[MR + W];
-    for (int64_t r = 0; r < rows; r++) {
-        const float *s = S + r * LDS;
-        vec x = vec_load(s + from), y = x;
-        int64_t i = from + W;
-        for (; i + W < to; i += 2 * W)
-            x = vec_max(x, vec_load(s + i)), y = vec_max(y, vec_load(s + i + W));
-        for (; i < to; i += W)
-            x = vec_max(x, vec_load(s + i));
-        top[r] = vec_top(vec_max(x, y));
-    }
-    for (int64_t r = rows; r < round_up(rows, W); r++)
-        top[r] = 0;
-    raise_maxima(m, l, top, keep, base, rows, c);
-    vec factor = vec_set1(c);
-    for (int64_t r = 0; r < rows; r++) {
-        float *s = S + r * LDS;
-        vec b = vec_set1(base[r]), sum = vec_zero(), sum2 = vec_zero();
-        int64_t i = from;
-        for (; i + W < to; i += 2 * W) {
-            vec x = vec_exp2(vec_mul(vec_sub(vec_load(s + i), b), factor));
-            vec y = vec_exp2(vec_mul(vec_sub(vec_load(s + i + W), b), factor));
-            vec_store(s + i, x), vec_store(s + i + W, y);
-            sum = vec_add(sum, x), sum2 = vec_add(sum2, y);
-        }
-        for (; i < to; i += W) {
-            vec x = vec_exp2(vec_mul(vec_sub(vec_load(s + i), b), factor));
-            vec_store(s + i, x);
-            sum = vec_add(sum, x);
-        }
-        l[r] += vec_sum(vec_add(sum, sum2));
-    }
-}
-
 /* The value of a tile operand in the form of pack.h: weight c of a row, row n of a stacked factor. */
 static inline float unit_value(const void *data, int64_t pair, int64_t half)
 {
@@ -459,7 +405,6 @@ static void forward_merge(void *context, int64_t head, int thread)
 static void forward_padding(void *context, int64_t index, int thread)
 {
     const forward_run *x = context;
-    const heed_attention *a = &x->j.p->a;
     forward_block b = { .j = &x->j, .f = &x->f };
     heed_span s;
     float zero[HEED_MAX_HEAD_DIM];
@@ -470,7 +415,6 @@ static void forward_padding(void *context, int64_t index, int thread)
         b.row[0] = (query){ .h = index % x->j.p->Hq, .i = i };
         finish_row(&b, 0, zero, -INFINITY, 0);
     }
-    (void)a;
 }
 
 size_t ISA(heed_forward_workspace)(const heed_problem *p, const heed_plan *plan)

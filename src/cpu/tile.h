@@ -102,7 +102,8 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
         const float *a = A.data + (A.transposed ? r : r * A.ld), *kept = keep && keep != keep_all ? keep + r : keep;
         for (int64_t n = 0; n < vecs; n += NR) {
             int64_t N = HEED_MIN(NR, vecs - n);
-            tiles[R - 1][N - 1][A.transposed](C + r * ldc + n * W, ldc, a, A.ld, B.data + n / NR * B.next, B.ld, K, kept);
+            tiles[R - 1][N - 1][A.transposed](C + r * ldc + n * W, ldc, a, A.ld, B.data + n / NR * B.next, B.ld, K,
+                                              kept);
         }
     }
 }

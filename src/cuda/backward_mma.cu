@@ -1,10 +1,11 @@
-/* Backward with mma.sync for fp16 and bf16, head sizes to 128, on sm_80 and later, without atomics:
+/* Backward with mma.sync for fp16 and bf16, head sizes to 256, on sm_80 and later, without atomics:
  *
  *     dK/dV kernel    owns 64 or 128 keys, 16 MT to a warp, and meets the queries of its group's heads
- *     dQ kernel       owns 128 queries, 32 to a warp, and meets the keys
+ *     dQ kernel       owns 64 or 128 queries, likewise, and meets the keys
  *
  * Either keeps its results in registers, computes S and dP with its own side as rows, and so has P and dS in the layout
- * of a left operand: neither ever leaves the lanes that computed it. What a kernel meets is copied two tiles deep. */
+ * of a left operand: neither ever leaves the lanes that computed it. What a kernel meets is copied two tiles deep. At
+ * D = 256 the registers of a warp hold dK or dV of its 16 keys, not both: then there is a kernel for each. */
 #include "launch.cuh"
 #include "tile_mma.cuh"
 
@@ -25,6 +26,38 @@ template <int MT, int NT> struct key_major {
     __device__ int low(int r) const { return lows[column0 + down(r)]; }
     __device__ int high(int r) const { return highs[column0 + down(r)]; }
 };
+
+/* As for query_major; here the eight keys of one Philox are those of eight lanes, four apart. */
+template <int MT, int NT>
+__device__ inline void draw_tile(const key_major<MT, NT> &t, uint32_t (&kept)[2 * NT], const args &a, const span &s,
+                                 const head &x)
+{
+    typedef key_major<MT, NT> tile;
+    const uint64_t seed = seed_of(a);
+    const int lane = threadIdx.x % 32;
+    const int64_t first = s.r0 + t.n0 - lane / 4;
+    const bool together = s.r_step == 1 && first % 8 == 0;
+#pragma unroll
+    for (int r = 0; r < tile::R; r++)
+        kept[r] = together ? 0 : draw(t, r, a, s, x, seed);
+    if (!together)
+        return;
+#pragma unroll
+    for (int i = 0; i < tile::R * tile::C; i += 8) {
+        const int r = (i + lane / 4) / tile::C, c = (i + lane / 4) % tile::C;
+        const uint32_t p = (uint32_t)(uint64_t)(s.p0 + t.row(r) * s.p_step);
+        const uint4 w = philox(seed, make_uint4((uint32_t)(uint64_t)((first + tile::apart(c)) >> 3), p, x.h, s.b));
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const int from = j * 4 + lane % 4;
+            const uint32_t x0 = __shfl_sync(~0u, w.x, from), x1 = __shfl_sync(~0u, w.y, from);
+            const uint32_t x2 = __shfl_sync(~0u, w.z, from), x3 = __shfl_sync(~0u, w.w, from);
+            const uint32_t word = lane & 16 ? (lane & 8 ? x3 : x2) : (lane & 8 ? x1 : x0);
+            const uint32_t number = word >> (lane & 4 ? 16 : 0) & 0xFFFFu;
+            kept[(i + j) / tile::C] |= (uint32_t)(number >= a.drop_below) << (i + j) % tile::C;
+        }
+    }
+}
 
 /* The softcap's slope, two to a register: it multiplies dS, which is about to be rounded to 16 bits as well. */
 template <class Tile> struct slopes {
@@ -72,13 +105,17 @@ template <class Tile>
 __device__ static void differentiate(Tile &P, Tile &dP, const slopes<Tile> &slope, const float (&delta)[Tile::R],
                                      const args &a, const span &s, const head &x)
 {
-    const uint64_t seed = a.drop_below ? seed_of(a) : 0;
+    uint32_t kept[Tile::R];
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+        kept[r] = ~0u;
+    if (a.drop_below)
+        draw_tile(P, kept, a, s, x);
 #pragma unroll
     for (int r = 0; r < Tile::R; r++) {
-        const uint32_t kept = a.drop_below ? draw(P, r, a, s, x, seed) : ~0u;
 #pragma unroll
         for (int c = 0; c < Tile::C; c++) {
-            const float keep = kept >> c & 1 ? a.keep_scale : 0.0f, p = P.at(r, c);
+            const float keep = kept[r] >> c & 1 ? a.keep_scale : 0.0f, p = P.at(r, c);
             const float2 two = __half22float2(slope.two[r][c / 2]);
             dP.at(r, c) = p == 0.0f ? 0.0f : p * (keep * dP.at(r, c) - delta[r]) * (c % 2 ? two.y : two.x);
             P.at(r, c) = p * keep;
@@ -99,24 +136,27 @@ template <int MT, int NT> __device__ static void scale_rows(float (&x)[MT][NT][4
 
 /* ---- dQ ------------------------------------------------------------------------------------------------------------ */
 
-constexpr int BR = 128;
+/* 16-row tiles to a warp, and keys at once: as many as leave no register short. */
+template <int D> constexpr int row_tiles = D == 256 ? 1 : 2;
 
 template <int D, int BC> struct shared_dq {
+    static constexpr int BR = WARPS * 16 * row_tiles<D>;
     char Q[BR * D * 2], dO[BR * D * 2], K[2][BC * D * 2], V[2][BC * D * 2];
+    float L[BR], delta[BR];
     int low[BR], high[BR], inside, outside; /* all rows see keys inside .. outside */
     span sequence;
     head of;
     key_rows k, v;
 };
 
-template <int D, bool GENERAL> constexpr int keys_at_once = (D == 128 ? 32 : 64) / (GENERAL ? 2 : 1);
+template <int D, bool GENERAL> constexpr int keys_at_once = D == 256 ? 16 : D == 64 && !GENERAL ? 64 : 32;
 
 template <class T, int D, bool GENERAL>
 __global__ void __launch_bounds__(THREADS, 2)
     dq_mma(const __grid_constant__ args a, const float2 *__restrict__ facts, int tiles)
 {
 #if __CUDA_ARCH__ >= 800
-    constexpr int BC = keys_at_once<D, GENERAL>, MT = 2, NT = BC / 8;
+    constexpr int BC = keys_at_once<D, GENERAL>, NT = BC / 8, MT = row_tiles<D>, BR = WARPS * 16 * MT;
     typedef query_major<MT, NT> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_dq<D, BC> *)memory;
@@ -136,7 +176,12 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (i0 >= q.rows)
         return;
     const int rows = min(BR, q.rows - i0);
-    band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
+    if (threadIdx.x < BR) {
+        const int row = min((int)threadIdx.x, rows - 1);
+        const float2 f = facts[((int64_t)q.q_batch * a.Hq + x.h) * a.q_rows + q.q_row + i0 + row];
+        s.L[threadIdx.x] = log2_of<GENERAL>(f.x), s.delta[threadIdx.x] = f.y;
+        band_of_row(a, q, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
+    }
     copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2, a.q.stride[2] * 2, rows, a.D);
     copy_rows<D, BR, THREADS>(sdO, a.d_o.data + row_at(a.d_o, q.q_batch, x.h, q.q_row + i0) * 2, a.d_o.stride[2] * 2, rows,
                               a.Dv);
@@ -144,14 +189,6 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int first = min(s.low[0], s.low[rows - 1]) / 8 * 8, last = max(s.high[0], s.high[rows - 1]);
     if (threadIdx.x == 0)
         s.inside = max(s.low[0], s.low[rows - 1]), s.outside = min(s.high[0], s.high[rows - 1]);
-    float L[2 * MT], delta[2 * MT];
-    facts += ((int64_t)q.q_batch * a.Hq + x.h) * a.q_rows + q.q_row + i0;
-#pragma unroll
-    for (int r = 0; r < 2 * MT; r++) {
-        const int row = row0 + own_tile::down(r) + lane / 4;
-        const float2 f = row < rows ? facts[row] : make_float2(CUDART_INF_F, 0.0f);
-        L[r] = log2_of<GENERAL>(f.x), delta[r] = f.y;
-    }
     float dQ[MT][D / 8][4];
     clear(dQ);
     const float c = GENERAL ? LOG2E : a.scale * LOG2E;
@@ -180,11 +217,15 @@ __global__ void __launch_bounds__(THREADS, 2)
             score_with_slopes(t, slope, a, q, x, whole);
         else if (!whole)
             hide_outside_band(t);
+        float delta[2 * MT];
 #pragma unroll
-        for (int r = 0; r < 2 * MT; r++)
+        for (int r = 0; r < 2 * MT; r++) {
+            const float L = s.L[t.row0 + own_tile::down(r)];
+            delta[r] = s.delta[t.row0 + own_tile::down(r)];
 #pragma unroll
             for (int e = 0; e < 2 * NT; e++)
-                t.at(r, e) = probability<GENERAL>(t.at(r, e), c, L[r]);
+                t.at(r, e) = probability<GENERAL>(t.at(r, e), c, L);
+        }
         clear(dP);
         multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0);                     /* dP = dO V^T */
         if (GENERAL)
@@ -210,7 +251,12 @@ __global__ void __launch_bounds__(THREADS, 2)
 
 /* ---- dK and dV ------------------------------------------------------------------------------------------------------ */
 
-template <int D, bool GENERAL> constexpr int queries_at_once = (D == 128 ? 64 : 32) / (GENERAL ? 2 : 1);
+template <int D, bool GENERAL> constexpr int queries_at_once = D == 256 ? 16 : (D == 128 ? 64 : 32) / (GENERAL ? 2 : 1);
+
+/* Keys of a block. */
+template <int D> constexpr int key_tiles = D == 64 ? 2 : 1;
+
+enum { ONLY_DV = 1, ONLY_DK = 2, BOTH = 3 };
 
 template <int D, int BN, int BQ> struct shared_dkv {
     char K[BN * D * 2], V[BN * D * 2], Q[2][BQ * D * 2], dO[2][BQ * D * 2];
@@ -245,12 +291,12 @@ __device__ static void meet_queries(shared_dkv<D, BN, BQ> &s, int slot, const ar
     commit_copies();
 }
 
-template <class T, int D, bool GENERAL>
+template <class T, int D, bool GENERAL, int WHICH>
 __global__ void __launch_bounds__(THREADS, 2)
     dkv_mma(const __grid_constant__ args a, const float2 *__restrict__ facts, int tiles)
 {
 #if __CUDA_ARCH__ >= 800
-    constexpr int MT = 128 / D, BN = WARPS * 16 * MT, BQ = queries_at_once<D, GENERAL>, NT = BQ / 8;
+    constexpr int MT = key_tiles<D>, BN = WARPS * 16 * MT, BQ = queries_at_once<D, GENERAL>, NT = BQ / 8;
     typedef key_major<MT, NT> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_dkv<D, BN, BQ> *)memory;
@@ -320,7 +366,8 @@ __global__ void __launch_bounds__(THREADS, 2)
                 t.at(r, e) = probability<GENERAL>(t.at(r, e), c, L);
         }
         clear(dP);
-        multiply_rows<T, D>(dP, sV, row0, sdO, 0);                           /* dP^T = V dO^T */
+        if (WHICH & ONLY_DK)
+            multiply_rows<T, D>(dP, sV, row0, sdO, 0);                       /* dP^T = V dO^T */
         if (GENERAL)
             differentiate(t, dt, slope, delta, a, q, x);
         else {
@@ -331,19 +378,23 @@ __global__ void __launch_bounds__(THREADS, 2)
                     dt.at(r, e) = t.at(r, e) * (dt.at(r, e) - delta[r]);
         }
         uint32_t packed[MT][NT / 2][4];
-        pack_tile<T>(packed, S);
-        multiply_tile<T, D>(dV, packed, sdO, 0);                             /* dV += P^T dO */
-        pack_tile<T>(packed, dP);
-        multiply_tile<T, D>(dK, packed, sQ, 0);                              /* dK += dS^T Q */
+        if (WHICH & ONLY_DV) {
+            pack_tile<T>(packed, S);
+            multiply_tile<T, D>(dV, packed, sdO, 0);                         /* dV += P^T dO */
+        }
+        if (WHICH & ONLY_DK) {
+            pack_tile<T>(packed, dP);
+            multiply_tile<T, D>(dK, packed, sQ, 0);                          /* dK += dS^T Q */
+        }
     }
     wait_copies<0>();
     __syncthreads();
     scale_rows(dK, a.scale);
-    if (a.d_k.data)
+    if (WHICH & ONLY_DK && a.d_k.data)
         store_rows<T, D, MT>(dK, a.d_k, a.D, a.accumulate, sK, s.K, row0, [&](int r) {
             return r < keys ? key_at(a, q, a.d_k, hk, n0 + r) : NOWHERE;
         });
-    if (a.d_v.data)
+    if (WHICH & ONLY_DV && a.d_v.data)
         store_rows<T, D, MT>(dV, a.d_v, a.Dv, a.accumulate, sV, s.V, row0, [&](int r) {
             return r < keys ? key_at(a, q, a.d_v, hk, n0 + r) : NOWHERE;
         });
@@ -352,26 +403,45 @@ __global__ void __launch_bounds__(THREADS, 2)
 
 /* ---- Launch --------------------------------------------------------------------------------------------------------- */
 
+template <class T, int D, bool GENERAL, int WHICH>
+static heed_status run_keys(const args &a, const float2 *facts, const heed_exec *x)
+{
+    constexpr int BN = WARPS * 16 * key_tiles<D>;
+    typedef shared_dkv<D, BN, queries_at_once<D, GENERAL>> shared;
+    static_assert(sizeof(shared) <= 99 * 1024, "what a block may have on sm_86, 89 and 120");
+    const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0, tiles = tiles_of(keys, BN);
+    return launch(dkv_mma<T, D, GENERAL, WHICH>, tiles * a.Hk * a.B, THREADS, sizeof(shared), x, a, facts, (int)tiles);
+}
+
 template <class T, int D, bool GENERAL>
 static heed_status run(const args &a, const float2 *facts, const heed_exec *x)
 {
-    constexpr int BN = WARPS * 16 * (128 / D);
-    const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    const int64_t tiles = tiles_of(keys, BN), query_tiles = tiles_of(a.Sq, BR);
+    typedef shared_dq<D, keys_at_once<D, GENERAL>> shared;
+    static_assert(sizeof(shared) <= 99 * 1024, "what a block may have on sm_86, 89 and 120");
+    const int64_t tiles = tiles_of(a.Sq, shared::BR);
     heed_status status = HEED_OK;
-    if (a.d_k.data || a.d_v.data)
-        status = launch(dkv_mma<T, D, GENERAL>, tiles * a.Hk * a.B, THREADS,
-                        sizeof(shared_dkv<D, BN, queries_at_once<D, GENERAL>>), x, a, facts, (int)tiles);
+    if constexpr (D == 256) {
+        if (a.d_v.data)
+            status = run_keys<T, D, GENERAL, ONLY_DV>(a, facts, x);
+        if (!status && a.d_k.data)
+            status = run_keys<T, D, GENERAL, ONLY_DK>(a, facts, x);
+    } else if (a.d_k.data || a.d_v.data)
+        status = run_keys<T, D, GENERAL, BOTH>(a, facts, x);
     if (!status && a.d_q.data)
-        status = launch(dq_mma<T, D, GENERAL>, query_tiles * a.Hq * a.B, THREADS,
-                        sizeof(shared_dq<D, keys_at_once<D, GENERAL>>), x, a, facts, (int)query_tiles);
+        status = launch(dq_mma<T, D, GENERAL>, tiles * a.Hq * a.B, THREADS, sizeof(shared), x, a, facts, (int)tiles);
     return status;
 }
 
 template <class T, int D> static heed_status run(const args &a, const float2 *facts, const heed_exec *x)
 {
-    const bool general = a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below;
+    const bool general = a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below || a.scale <= 0;
     return general ? run<T, D, true>(a, facts, x) : run<T, D, false>(a, facts, x);
+}
+
+template <class T> static heed_status run(const args &a, const float2 *facts, const heed_exec *x)
+{
+    const int width = HEED_MAX(a.D, a.Dv);
+    return width <= 64 ? run<T, 64>(a, facts, x) : width <= 128 ? run<T, 128>(a, facts, x) : run<T, 256>(a, facts, x);
 }
 
 size_t heed_backward_workspace_mma(const heed_problem *p, const heed_plan *plan)
@@ -402,8 +472,5 @@ heed_status heed_backward_mma(const heed_problem *p, const heed_plan *plan, cons
         status = heed_cuda_bias_gradient(a, x);
     if (status)
         return status;
-    const bool narrow = HEED_MAX(a.D, a.Dv) <= 64;
-    if (a.q.dtype == HEED_F16)
-        return narrow ? run<__half, 64>(a, facts, x) : run<__half, 128>(a, facts, x);
-    return narrow ? run<__nv_bfloat16, 64>(a, facts, x) : run<__nv_bfloat16, 128>(a, facts, x);
+    return a.q.dtype == HEED_F16 ? run<__half>(a, facts, x) : run<__nv_bfloat16>(a, facts, x);
 }

@@ -71,20 +71,19 @@ __device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], f
 
 template <class Tile> __device__ static void drop(Tile &t, const args &a, const span &s, const head &x)
 {
-    const uint64_t seed = seed_of(a);
+    uint32_t kept[Tile::R];
+    draw_tile(t, kept, a, s, x);
 #pragma unroll
-    for (int r = 0; r < Tile::R; r++) {
-        const uint32_t kept = draw(t, r, a, s, x, seed);
+    for (int r = 0; r < Tile::R; r++)
 #pragma unroll
         for (int c = 0; c < Tile::C; c++)
-            t.at(r, c) = kept >> c & 1 ? t.at(r, c) * a.keep_scale : 0.0f;
-    }
+            t.at(r, c) = kept[r] >> c & 1 ? t.at(r, c) * a.keep_scale : 0.0f;
 }
 
 /* What the scores need beyond scale and band is in GENERAL, so that the others do not pay for it. The keys at once are
  * as many as leave no register short. */
 template <int D, bool GENERAL>
-constexpr int keys_at_once = D == 256 ? 32 : D == 128 ? (GENERAL ? 32 : 64) : (GENERAL ? 64 : 96);
+constexpr int keys_at_once = D == 256 ? 32 : D == 128 ? (GENERAL ? 32 : 64) : (GENERAL ? 64 : 112);
 
 template <class T, int D, bool GENERAL>
 __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant__ args a, int tiles)

@@ -52,6 +52,7 @@ __device__ static void softmax_step(float (&S)[COLUMNS / GROUPS], float &m, floa
         sum += S[c];
     }
     sum = row_sum<GROUPS>(sum);
+    __syncwarp();
     if (threadIdx.x % GROUPS == 0)
         m = most, l = sum_before * rescale + sum;
     __syncwarp();

@@ -242,4 +242,47 @@ template <int MT, int NT> struct query_major {
     __device__ int high(int r) const { return highs[row0 + down(r)]; }
 };
 
+/* ---- Dropout ------------------------------------------------------------------------------------------------------ */
+
+__device__ inline void trade(uint32_t &x, uint32_t &y, int lanes)
+{
+    const bool upper = threadIdx.x & lanes;
+    const uint32_t other = __shfl_xor_sync(~0u, upper ? x : y, lanes);
+    (upper ? x : y) = other;
+}
+
+/* Bit c of kept[r] is set where P of query r and key c is kept. The eight keys of one Philox are those of four
+ * neighbouring lanes: each of them draws for another eight, and then they trade words, word i for lane i. */
+template <int MT, int NT>
+__device__ inline void draw_tile(const query_major<MT, NT> &t, uint32_t (&kept)[2 * MT], const args &a, const span &s,
+                                 const head &x)
+{
+    const uint64_t seed = seed_of(a);
+    const int64_t first = s.r0 + t.n0 - threadIdx.x % 4 * 2;
+    const bool together = NT % 4 == 0 && s.r_step == 1 && first % 8 == 0;
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++) {
+        kept[r] = 0;
+        if (!together) {
+            kept[r] = draw(t, r, a, s, x, seed);
+            continue;
+        }
+        const uint32_t p = (uint32_t)(uint64_t)(s.p0 + t.row(r) * s.p_step);
+#pragma unroll
+        for (int n = 0; n < NT / 4 * 4; n += 4) {
+            uint4 w = philox(seed, make_uint4((uint32_t)(uint64_t)(first / 8 + n + threadIdx.x % 4), p, x.h, s.b));
+            trade(w.x, w.y, 1);
+            trade(w.z, w.w, 1);
+            trade(w.x, w.z, 2);
+            trade(w.y, w.w, 2);
+            const uint32_t words[4] = { w.x, w.y, w.z, w.w };
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                kept[r] |= (uint32_t)((words[j] & 0xFFFFu) >= a.drop_below) << 2 * (n + j);
+                kept[r] |= (uint32_t)(words[j] >> 16 >= a.drop_below) << (2 * (n + j) + 1);
+            }
+        }
+    }
+}
+
 #endif

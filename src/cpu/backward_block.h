@@ -1,0 +1,356 @@
+/* The mathematics of the backward: one block of rows meets one block of keys.
+ *
+ *     S = Q K^T   dP = dO V^T   P = exp(S - lse)   dS = scale P (dP - delta)      tile by tile, while they are hot
+ *     dV += P^T dO   dK += dS^T Q   dQ += dS K
+ *
+ * Floats are read, and sums kept, where they lie in the caller's tensors if rows are whole vectors; only K^T and V^T
+ * are packed then. */
+
+#define BQ (140 / MR * MR) /* rows in a block, at most; even */
+#define LDB (BC + 16)      /* floats from row to row of P and dS */
+
+typedef struct backward_layout {
+    int64_t keys, key_block, key_blocks;
+    int64_t block, row_blocks; /* rows in a block: even, as they may be paired, and whole tiles if there are several */
+    int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place;
+    int64_t ldq, ldv;            /* units in a row of Q; of dO */
+    int64_t wide, wide_v;        /* columns of D and Dv, padded */
+    size_t delta, turns, bounds; /* [B][Hq][Sq]; [B][Hq][row_blocks]; [B][row_blocks] */
+    size_t dq;                   /* [B][Hq][Sq][wide] */
+    size_t scratch, scratch_stride;
+    size_t bias; /* dS before the softcap, of one thread: [BQ][LDB], for d_bias only */
+    size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, p, ds, pz, dsz; /* inside scratch */
+    size_t bytes;
+} backward_layout;
+
+/* Keys [first, last) that some row of a block may see, as blocks of keys; and whether the rows hold NaN or infinity. */
+typedef struct row_bounds {
+    int32_t first, last;
+} row_bounds;
+
+typedef struct backward_run {
+    job j;
+    backward_layout f;
+} backward_run;
+
+static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *plan)
+{
+    backward_layout f = { .keys = p->Sk };
+    if (p->a.align != HEED_ALIGN_POSITION)
+        f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
+    f.key_block = BC;
+    f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
+    f.row_blocks = (p->Sq + BQ - 1) / BQ;
+    f.block = f.row_blocks ? round_up((p->Sq + f.row_blocks - 1) / f.row_blocks, f.row_blocks > 1 ? MR : 2) : 0;
+    f.q_in_place = usable_in_place(p, &p->a.q, p->D), f.o_in_place = usable_in_place(p, &p->g.d_o, p->Dv);
+    f.k_in_place = usable_in_place(p, &p->a.k, p->D);
+    int sums_in_place = !p->g.accumulate; /* else each call adds its sum once: one rounding, not one for each product */
+    f.dq_in_place = sums_in_place && p->g.d_q.data && usable_in_place(p, &p->g.d_q, p->D);
+    f.dk_in_place = sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D);
+    f.dv_in_place = sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv);
+    f.wide = round_up(p->D, W), f.wide_v = round_up(p->Dv, W);
+    f.ldq = units_of(p->D) + W, f.ldv = units_of(p->Dv) + W;
+
+    size_t used = 0, s = 0;
+    f.delta = take(&used, p->B * p->Hq * p->Sq);
+    f.turns = take(&used, p->B * p->Hq * f.row_blocks);
+    f.bounds = take(&used, p->B * f.row_blocks * (int64_t)(sizeof(row_bounds) / sizeof(float)));
+    f.dq = used;
+    if (p->g.d_q.data && !f.dq_in_place)
+        take(&used, p->B * p->Hq * p->Sq * f.wide);
+
+    f.bias = used;
+    if (p->g.d_bias.data)
+        take(&used, plan->threads * BQ * LDB);
+
+    int64_t kb = f.key_block;
+    f.kt = take(&s, panels_size(kb, p->D)), f.vt = take(&s, panels_size(kb, p->Dv));
+    f.ks = take(&s, kb / PER_UNIT * f.wide);
+    f.dk = take(&s, kb * f.wide), f.dv = take(&s, kb * f.wide_v);
+    f.q = take(&s, f.block * f.ldq), f.d_o = take(&s, f.block * f.ldv);
+    f.p = take(&s, f.block * LDB), f.ds = take(&s, f.block * LDB);
+    f.qs = take(&s, f.block * f.wide), f.dos = take(&s, f.block * f.wide_v);
+#if HEED_DOT
+    f.pz = take(&s, (f.block + 1) / 2 * LDB), f.dsz = take(&s, (f.block + 1) / 2 * LDB);
+#endif
+    f.scratch = used, f.scratch_stride = s;
+    f.bytes = used + s * (size_t)plan->threads;
+    return f;
+}
+
+/* A block of keys and a block of rows, and what is known about both. */
+typedef struct backward_block {
+    const backward_run *x;
+    heed_span span;
+    int64_t hk, n0, n1; /* keys */
+    int64_t h, i0, rows, tiles;
+    int finite, keys_finite;
+    query row[BQ];
+    float lse[BQ], delta[BQ];
+    left Q, dO;
+    right Q_rows, dO_rows, K_rows; /* as right factors */
+    float *dK, *dV, *dQ;           /* sums, from key n0 and row i0 on */
+    int64_t ld_dk, ld_dv, ld_dq;
+    float *P, *dS;
+    float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *Pz, *dSz; /* room for what cannot be used in place */
+} backward_block;
+
+static row_bounds *bounds_of(const backward_run *x, int64_t b, int64_t block)
+{
+    return (row_bounds *)(void *)at_bytes(&x->j, x->f.bounds) + b * x->f.row_blocks + block;
+}
+
+static void block_of_thread(backward_block *b, const backward_run *x, int thread)
+{
+    const backward_layout *f = &x->f;
+    char *scratch = x->j.workspace + f->scratch + f->scratch_stride * (size_t)thread;
+    size_t at[] = { f->kt, f->vt, f->ks, f->dk, f->dv, f->q, f->d_o, f->qs, f->dos, f->p, f->ds, f->pz, f->dsz };
+    float **to[] = { &b->Kt, &b->Vt,  &b->Ks, &b->dKs, &b->dVs, &b->Qu, &b->dOu,
+                     &b->Qs, &b->dOs, &b->P,  &b->dS,  &b->Pz,  &b->dSz };
+    b->x = x;
+    for (size_t i = 0; i < sizeof at / sizeof *at; i++)
+        *to[i] = (float *)(void *)(scratch + at[i]);
+}
+
+static int rows_are_finite(const source *x, int64_t first, int64_t last)
+{
+    for (int64_t n = first; n < last; n++)
+        if (!row_is_finite(x->t->dtype, source_row(x, n), x->t->stride[3], x->dim))
+            return 0;
+    return 1;
+}
+
+static void load_keys(backward_block *b, int64_t n0, int64_t n1)
+{
+    const heed_problem *p = b->x->j.p;
+    source k = keys_of(p, &b->span, &p->a.k, b->hk, p->D), v = keys_of(p, &b->span, &p->a.v, b->hk, p->Dv);
+    b->n0 = n0, b->n1 = n1;
+    pack_panels(b->Kt - n0 / PANEL * PANEL * units_of(p->D), &k, n0, n1, b->x->j.k_scale);
+    pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv), &v, n0, n1, 1);
+    b->K_rows = right_rows(&k, n0, n1, b->Ks, b->x->f.wide, b->x->f.k_in_place);
+    b->keys_finite = !b->x->j.partial || (rows_are_finite(&k, n0, n1) && rows_are_finite(&v, n0, n1));
+}
+
+static void load_rows(backward_block *b, int64_t h, int64_t i0)
+{
+    const heed_problem *p = b->x->j.p;
+    const heed_tensor *lse = &p->a.lse;
+    source q = rows_of(p, &b->span, &p->a.q, h, p->D), d_o = rows_of(p, &b->span, &p->g.d_o, h, p->Dv);
+    const float *delta = at_bytes(&b->x->j, b->x->f.delta) + (b->span.b * p->Hq + h) * p->Sq + i0;
+    b->h = h, b->i0 = i0;
+    b->rows = HEED_MIN(b->x->f.block, b->span.rows - i0);
+    b->tiles = tile_count(b->rows);
+    b->finite = 1;
+    for (int64_t r = 0; r < b->rows; r++) {
+        int64_t i = i0 + r;
+        b->row[r] = query_at(p, &b->span, h, i);
+        b->lse[r] = ((const float *)lse->data)[b->span.q_batch * lse->stride[0] + h * lse->stride[1] +
+                                               (b->span.q_row + i) * lse->stride[2]];
+        b->delta[r] = delta[r];
+        if (b->lse[r] == -INFINITY) /* saw no key: P = 0 */
+            b->lse[r] = INFINITY, b->row[r].last = b->row[r].first;
+        else if (b->lse[r] - b->lse[r] != 0 || b->delta[r] - b->delta[r] != 0)
+            b->finite = 0;
+    }
+    b->Q = left_rows(&q, i0, i0 + b->rows, b->Qu, b->x->f.ldq);
+    b->dO = left_rows(&d_o, i0, i0 + b->rows, b->dOu, b->x->f.ldv);
+    b->Q_rows = right_rows(&q, i0, i0 + b->rows, b->Qs, b->x->f.wide, b->x->f.q_in_place);
+    b->dO_rows = right_rows(&d_o, i0, i0 + b->rows, b->dOs, b->x->f.wide_v, b->x->f.o_in_place);
+    if (b->x->j.partial && b->finite)
+        b->finite = rows_are_finite(&q, i0, i0 + b->rows) && rows_are_finite(&d_o, i0, i0 + b->rows);
+}
+
+/* log2(P). S never exceeds the true lse, but it may exceed the rounded one, by much where both are huge. NaN stays. */
+INLINE vec log2_weight(vec s, vec scale, vec minus_lse)
+{
+    return vec_mul(vec_min(vec_zero(), vec_fma(s, scale, minus_lse)), vec_set1(LOG2E));
+}
+
+/* Row r: from products S and dP to P and scale dS, columns [from, to). In `bias`, where wanted: dS before scale and
+ * softcap. */
+static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to, int whole, float *bias)
+{
+    const job *j = &b->x->j;
+    float *s = b->P + r * LDB, *ds = b->dS + r * LDB, slope[BC + W];
+    int capped = j->p->a.softcap > 0;
+    if (j->changes || !whole)
+        adjust_row(j, &b->span, b->row[r], s, capped ? slope : NULL, b->n0, from, to);
+    char hidden[BC];
+    for (int64_t c = from; bias && c < to; c++)
+        hidden[c] = s[c] == -INFINITY;
+    vec scale = vec_set1(j->changes ? 1 : j->s_scale);
+    vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]), ds_scale = vec_set1(bias ? 1 : j->p->a.scale);
+    if (j->p->drop_below) {
+        float keep[BC];
+        keep_row(j, &b->span, b->row[r], keep, b->n0, from, to);
+        for (int64_t c = from; c < to; c += W) {
+            vec p = vec_exp2(log2_weight(vec_load(s + c), scale, lse)), k = vec_load(keep + c);
+            vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_mul(vec_load(ds + c), k), delta)));
+            vec_store(s + c, vec_mul(p, k));
+        }
+    } else
+        for (int64_t c = from; c < to; c += W) {
+            vec p = vec_exp2(log2_weight(vec_load(s + c), scale, lse));
+            vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_load(ds + c), delta)));
+            vec_store(s + c, p);
+        }
+    for (int64_t c = from; bias && c < to; c++)
+        bias[c] = hidden[c] ? 0 : ds[c]; /* where P = 0, dS may be 0 * NaN */
+    if (capped) {
+        int64_t first = HEED_MAX(b->row[r].first - b->n0, from), last = HEED_MIN(b->row[r].last - b->n0, to);
+        for (int64_t c = first; c < last; c++)
+            ds[c] *= slope[c];
+    }
+}
+
+/* The columns of the block of keys that rows [r0, r0 + rows) see between them; 0 when there are none. */
+static int columns_seen(const backward_block *b, int64_t r0, int64_t rows, int64_t *first, int64_t *last, int *whole)
+{
+    int64_t n0 = b->n0, n1 = b->n1, all_first = n0, all_last = n1;
+    *first = n1, *last = n0;
+    for (int64_t r = r0; r < r0 + rows; r++) {
+        query q = b->row[r];
+        if (q.first < q.last)
+            *first = HEED_MIN(*first, q.first), *last = HEED_MAX(*last, q.last);
+        all_first = HEED_MAX(all_first, q.first), all_last = HEED_MIN(all_last, q.last);
+    }
+    *first = HEED_MAX(*first, n0) - n0, *last = HEED_MIN(*last, n1) - n0;
+    *whole = all_first <= n0 + *first / PANEL * PANEL && all_last >= n0 + round_up(*last, W);
+    return *first < *last;
+}
+
+/* P and dS of the block, zero where a row sees nothing. */
+static void score_rows(backward_block *b, int64_t t, float *bias)
+{
+    const heed_problem *p = b->x->j.p;
+    int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
+    int64_t first, last, from = 0, to = 0, columns = round_up(b->n1 - b->n0, W);
+    int whole;
+    if (columns_seen(b, r0, rows, &first, &last, &whole)) {
+        from = first / PANEL * PANEL, to = round_up(last, W);
+        int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL, vecs = (to - from) / W;
+        multiply(b->P + r0 * LDB + from, LDB, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
+                 (right){ b->Kt + from / PANEL * ku, PANEL, ku }, rows, vecs, (p->D + PER_UNIT - 1) / PER_UNIT, NULL);
+        multiply(b->dS + r0 * LDB + from, LDB, (left){ b->dO.data + r0 * b->dO.ld, b->dO.ld, 0 },
+                 (right){ b->Vt + from / PANEL * vu, PANEL, vu }, rows, vecs, (p->Dv + PER_UNIT - 1) / PER_UNIT, NULL);
+    }
+    for (int64_t r = r0; r < r0 + rows; r++) {
+        float *P = b->P + r * LDB, *dS = b->dS + r * LDB;
+        if (from < to)
+            gradient_row(b, r, from, to, whole, bias ? bias + r * LDB : NULL);
+        memset(P, 0, (size_t)from * sizeof *P), memset(dS, 0, (size_t)from * sizeof *dS);
+        if (to < columns) {
+            memset(P + to, 0, (size_t)(columns - to) * sizeof *P);
+            memset(dS + to, 0, (size_t)(columns - to) * sizeof *dS);
+        }
+    }
+}
+
+#if HEED_DOT
+/* P and dS as the units that the products need: rows paired for the transposed factors, columns paired for dQ. */
+static void weights_to_units(backward_block *b)
+{
+    int64_t columns = round_up(b->n1 - b->n0, W);
+    for (int64_t r = 0; r < b->rows; r += 2) {
+        float *p0 = b->P + r * LDB, *d0 = b->dS + r * LDB;
+        int pair = r + 1 < b->rows;
+        for (int64_t c = 0; c < columns; c += W) {
+            vec p1 = pair ? vec_load(p0 + LDB + c) : vec_zero(), d1 = pair ? vec_load(d0 + LDB + c) : vec_zero();
+            vec_store(b->Pz + r / 2 * LDB + c, vec_zip_bf16(vec_load(p0 + c), p1));
+            vec_store(b->dSz + r / 2 * LDB + c, vec_zip_bf16(vec_load(d0 + c), d1));
+        }
+        for (int64_t k = 0; k < 1 + pair; k++)
+            for (int64_t c = 0; c < columns; c += 2 * W) {
+                float *d = d0 + k * LDB;
+                vec_store_bf16_pair((uint16_t *)d + c, vec_load(d + c),
+                                    c + W < columns ? vec_load(d + c + W) : vec_zero());
+            }
+    }
+}
+#endif
+
+/* dV += P^T dO and dK += dS^T Q, MR keys at a time, over the rows that see them. */
+static void add_to_keys(backward_block *b)
+{
+    const backward_layout *f = &b->x->f;
+    const float *P = HEED_DOT ? b->Pz : b->P, *dS = HEED_DOT ? b->dSz : b->dS;
+    int64_t keys = b->n1 - b->n0, count = tile_count(keys);
+    right Q = b->Q_rows, dO = b->dO_rows;
+    for (int64_t t = 0; t < count; t++) {
+        int64_t c = tile_begin(keys, count, t), R = tile_begin(keys, count, t + 1) - c, first = 0, last = b->rows;
+        while (first < last && (b->row[first].last <= b->n0 + c || b->row[first].first >= b->n0 + c + R))
+            first++;
+        while (last > first && (b->row[last - 1].last <= b->n0 + c || b->row[last - 1].first >= b->n0 + c + R))
+            last--;
+        int64_t k = first / PER_UNIT, units = (last + PER_UNIT - 1) / PER_UNIT - k;
+        if (units <= 0)
+            continue;
+        multiply(b->dV + c * b->ld_dv, b->ld_dv, (left){ P + k * LDB + c, LDB, 1 },
+                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, keep_all);
+        multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDB + c, LDB, 1 },
+                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, keep_all);
+    }
+}
+
+/* dQ = dS K, or dQ += dS K. */
+static void add_to_rows(backward_block *b, int add)
+{
+    const backward_layout *f = &b->x->f;
+    for (int64_t t = 0; t < b->tiles; t++) {
+        int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0, first, last;
+        int whole;
+        if (columns_seen(b, r0, rows, &first, &last, &whole)) {
+            int64_t k = first / PER_UNIT;
+            multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ b->dS + r0 * LDB + k, LDB, 0 },
+                     (right){ b->K_rows.data + k * b->K_rows.ld, b->K_rows.ld, PANEL }, rows, f->wide / W,
+                     (last + PER_UNIT - 1) / PER_UNIT - k, add ? keep_all : NULL);
+        } else if (!add)
+            for (int64_t r = r0; r < r0 + rows; r++)
+                memset(b->dQ + r * b->ld_dq, 0, (size_t)f->wide * sizeof(float));
+    }
+}
+
+/* The same for a block in which something is not finite and not every row sees every key: pair by pair, so that a NaN
+ * reaches only what depends on it. Slow, and rare. */
+static void add_seen_pairs(backward_block *b, int add)
+{
+    const job *j = &b->x->j;
+    const heed_problem *p = j->p;
+    float q[HEED_MAX_HEAD_DIM], d_o[HEED_MAX_HEAD_DIM], k[HEED_MAX_HEAD_DIM], v[HEED_MAX_HEAD_DIM];
+    source qs = rows_of(p, &b->span, &p->a.q, b->h, p->D), os = rows_of(p, &b->span, &p->g.d_o, b->h, p->Dv);
+    source ks = keys_of(p, &b->span, &p->a.k, b->hk, p->D), vs = keys_of(p, &b->span, &p->a.v, b->hk, p->Dv);
+    for (int64_t r = 0; r < b->rows; r++) {
+        int64_t first = HEED_MAX(b->row[r].first, b->n0), last = HEED_MIN(b->row[r].last, b->n1);
+        float *dQ = b->dQ ? b->dQ + r * b->ld_dq : NULL;
+        if (dQ && !add)
+            memset(dQ, 0, (size_t)b->x->f.wide * sizeof(float));
+        load_row(q, qs.t->dtype, source_row(&qs, b->i0 + r), qs.t->stride[3], p->D, p->D);
+        load_row(d_o, os.t->dtype, source_row(&os, b->i0 + r), os.t->stride[3], p->Dv, p->Dv);
+        for (int64_t n = first; n < last; n++) {
+            float s[BC] = { 0 }, slope[BC + W], keep[BC], dp = 0; /* one column of a block that begins at key n */
+            load_row(k, ks.t->dtype, source_row(&ks, n), ks.t->stride[3], p->D, p->D);
+            load_row(v, vs.t->dtype, source_row(&vs, n), vs.t->stride[3], p->Dv, p->Dv);
+            for (int64_t d = 0; d < p->D; d++)
+                s[0] += q[d] * k[d];
+            for (int64_t d = 0; d < p->Dv; d++)
+                dp += d_o[d] * v[d];
+            s[0] *= j->changes ? p->a.scale / j->s_scale : p->a.scale; /* adjust_row() multiplies by s_scale */
+            adjust_row(j, &b->span, b->row[r], s, slope, n, 0, 1);
+            if (s[0] == -INFINITY)
+                continue;
+            keep[0] = 1;
+            if (p->drop_below)
+                keep_row(j, &b->span, b->row[r], keep, n, 0, 1);
+            float P = s[0] > b->lse[r] ? 1 : expf(s[0] - b->lse[r]), dS = p->a.scale * P * (dp * keep[0] - b->delta[r]);
+            if (p->a.softcap > 0)
+                dS *= slope[0];
+            for (int64_t d = 0; d < p->Dv; d++)
+                b->dV[(n - b->n0) * b->ld_dv + d] += P * keep[0] * d_o[d];
+            for (int64_t d = 0; d < p->D; d++) {
+                b->dK[(n - b->n0) * b->ld_dk + d] += dS * q[d];
+                if (dQ)
+                    dQ[d] += dS * k[d];
+            }
+        }
+    }
+}
