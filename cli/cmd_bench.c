@@ -197,12 +197,19 @@ static int measure(const answers *given, workload *w, line *l)
 
 /* ---- Printed ---------------------------------------------------------------------------------------------------- */
 
-static void print_head(const answers *given, format f)
+static heed_device_info device_of(const answers *given)
 {
     heed_device_info d;
     if (heed_device_at(HEED_CPU, 0, &d))
         d = (heed_device_info){ .name = "unknown" };
-    int threads = given->h.threads ? given->h.threads : d.threads;
+    d.threads = given->h.threads ? given->h.threads : d.threads;
+    return d;
+}
+
+static void print_head(const answers *given, format f)
+{
+    heed_device_info d = device_of(given);
+    int threads = d.threads;
     if (f == CSV)
         printf("B,Hq,Hk,Sq,Sk,D,Dv,dtype,pass,causal,stride,threads,kernel,us,gflops,gbytes\n");
     if (f == JSON) {
@@ -230,7 +237,7 @@ static void print_line(const answers *given, const line *l, format f, int index)
     if (f == CSV)
         printf("%lld,%lld,%lld,%lld,%lld,%lld,%lld,%s,%s,%d,%lld,%d,%s,%.3f,%.3f,%.3f\n", SIZES, (long long)n->Dv,
                dtype_name(l->dtype), pass, given->r.causal, (long long)(given->r.stride ? given->r.stride : 1),
-               given->h.threads, l->kernel, l->us, l->gflops, l->gbytes);
+               device_of(given).threads, l->kernel, l->us, l->gflops, l->gbytes);
     if (f == JSON)
         printf("%s\n    { \"B\": %lld, \"Hq\": %lld, \"Hk\": %lld, \"Sq\": %lld, \"Sk\": %lld, \"D\": %lld, "
                "\"Dv\": %lld, \"dtype\": \"%s\", \"pass\": \"%s\", \"kernel\": \"%s\", \"us\": %.3f, \"gflops\": %.3f, "

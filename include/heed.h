@@ -184,17 +184,17 @@ typedef struct heed_attention {
 /* What backward reads and writes besides heed_attention, of which o and lse are forward's results.
  *
  *     P = exp(S - lse)   dV = P^T dO   dP = dO V^T   delta_i = dO_i . o_i - dlse_i
- *     dS = P * (dP - delta)   dQ = scale dS K   dK = scale dS^T Q   dbias = dS   dsink = -sum_i exp(sink - lse_i) delta_i
+ *     dS = P * (dP - delta)   dQ = scale dS K   dK = scale dS^T Q   dbias = dS
+ *     dsink = -sum_i exp(sink - lse_i) delta_i
  *
  * Any of the results may be absent: then it is not computed. */
 typedef struct heed_gradient {
     heed_tensor d_o;   /* [B, Hq, Sq, Dv]: o's dtype. Input */
     heed_tensor d_lse; /* [B, Hq, Sq, 1], lse's types. Optional input: the gradient of lse */
-    heed_tensor
-        delta;       /* [B, Hq, Sq, 1], lse's types. Optional input: from heed_delta(); then o and d_lse are not read */
-    heed_tensor d_q; /* like q, in q's dtype or fp32 */
-    heed_tensor d_k; /* like k, in k's dtype or fp32 */
-    heed_tensor d_v; /* like v, in v's dtype or fp32 */
+    heed_tensor delta; /* [B, Hq, Sq, 1], lse's types. Optional input, of heed_delta(): o and d_lse are then not read */
+    heed_tensor d_q;   /* like q, in q's dtype or fp32 */
+    heed_tensor d_k;   /* like k, in k's dtype or fp32 */
+    heed_tensor d_v;   /* like v, in v's dtype or fp32 */
     heed_tensor d_bias; /* bias's shape, fp32 or bias's dtype: summed over the dimensions that bias broadcasts */
     heed_tensor d_sink; /* [1, Hq, 1, 1], fp32: summed over batch and rows */
     int accumulate;     /* 1: add to d_q, d_k and d_v, which are fp32, in place of overwriting them */
@@ -225,8 +225,9 @@ typedef struct heed_exec {
                     used for work of some microseconds and inside a parallel region of the caller's. */
     int nondeterministic; /* 1: sums may be taken in any order where that is faster */
     heed_precision precision;
-    const char *kernel; /* force this row of the kernel table; NULL: the environment variable HEED_KERNEL as it stood at
-                           the first call, if it names a row of this pass, else the best. HEED_UNSUPPORTED where it cannot take the problem. */
+    const char *kernel; /* force this row of the kernel table; HEED_UNSUPPORTED where it cannot take the problem. NULL:
+                           the row that the environment variable HEED_KERNEL named at the first call, unless it is one
+                           of the other pass, else the best. */
 } heed_exec;
 
 /* How many threads a call with exec.threads == 0 uses on the CPU; 0 goes back to OpenMP's number. Process-wide. */
@@ -251,20 +252,20 @@ HEED_API heed_status heed_backward(const heed_attention *a, const heed_gradient 
  * heed_forward with HEED_ALIGN_POSITION, k and v of the part, an fp32 o and an lse, and fold the results together with
  * heed_merge. key_step and query_step describe striped cuts, in which neighbours in memory are several positions
  * apart. A sink belongs to no part: fold it in last, as a part of its own with o2 = 0 and lse2 = sink, which one row of
- * zeros and the Hq sinks can stand for (o2 with strides { 0, 0, 0, 1 }, lse2 with { 0, 1, 0, 0 }); a row that saw no key in
- * any part then has lse = sink. Give the sink to one of the backward calls if d_sink is wanted.
+ * zeros and the Hq sinks can stand for (o2 with strides { 0, 0, 0, 1 }, lse2 with { 0, 1, 0, 0 }); a row that saw no
+ * key in any part then has lse = sink. Give the sink to one of the backward calls if d_sink is wanted.
  *
  * Backward: merge first; heed_delta() from the merged o; then for each part heed_backward with the merged lse, that
  * delta, and accumulate = 1 for the gradients that several parts share. */
 
 /* (o, lse) = the result over the union of the keys behind (o, lse) and (o2, lse2). In place; o and o2 are
- * [B, Hq, Sq, Dv] of any dtype, lse and lse2 [B, Hq, Sq, 1] fp32
- * (fp64 where o is). A part that saw no key (lse = -inf) leaves the other
- * as it is. Needs no workspace. */
+ * [B, Hq, Sq, Dv] of any floating dtype, lse and lse2 [B, Hq, Sq, 1] fp32, or fp64 where o is. A part that saw no key
+ * (lse = -inf) leaves the other as it is. Needs no workspace. */
 HEED_API heed_status heed_merge(const heed_tensor *o, const heed_tensor *lse, const heed_tensor *o2,
                                 const heed_tensor *lse2, const heed_exec *x);
 
-/* delta_i = dO_i . o_i - dlse_i into delta, [B, Hq, Sq, 1] fp32 (fp64 where o is); d_lse may be NULL. Needs no workspace. */
+/* delta_i = dO_i . o_i - dlse_i into delta, [B, Hq, Sq, 1] fp32, or fp64 where o is; d_lse may be NULL. Needs no
+ * workspace. */
 HEED_API heed_status heed_delta(const heed_tensor *o, const heed_tensor *d_o, const heed_tensor *d_lse,
                                 const heed_tensor *delta, const heed_exec *x);
 

@@ -169,11 +169,12 @@ typedef struct heed_plan {
     size_t workspace_bytes;
 } heed_plan;
 
-/* The first row that fits. Pure. Where why is not NULL, a line for each row considered goes to it. */
 typedef struct heed_text {
     char *data;
     size_t size, length;
 } heed_text;
+
+/* The first row that fits. Pure. Where why is not NULL, a line for each row considered goes to it. */
 heed_status heed_choose(const heed_problem *p, const heed_device *d, const char *forced, heed_plan *plan,
                         heed_text *why);
 int heed_threads_for(const heed_device *d, double microseconds); /* of work on one thread */

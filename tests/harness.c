@@ -86,8 +86,7 @@ heed_kernel_info next_kernel(int pass, const char *after)
     const char *filter = getenv("HEED_TEST_KERNEL");
     heed_kernel_info info;
     for (int index = after ? kernel_index(after) + 1 : 0; heed_kernel_at(index, &info) == HEED_OK; index++)
-        if (info.runs_here && (pass == EITHER_PASS || info.backward == pass) &&
-            (!filter || strstr(info.name, filter)))
+        if (info.runs_here && (pass == EITHER_PASS || info.backward == pass) && (!filter || strstr(info.name, filter)))
             return info;
     return (heed_kernel_info){ 0 };
 }

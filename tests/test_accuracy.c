@@ -1,5 +1,5 @@
-/* spec: "Error against the fp64 reference, max and RMS, at most that of the plain computation in the same type (matmul,
- * softmax, matmul) for o; at most twice for gradients. fp32 means fp32." */
+/* docs/numerics.md: "error against the fp64 reference, maximum and RMS, at most that of the plain computation in the
+ * same type" for o, "at most twice that" for gradients, and "fp32 is fp32". */
 #include "harness.h"
 
 /* The fp64 row is left out: naive fp64 has no error worth the name, and lse, which backward reads, is fp32. */

@@ -4,7 +4,7 @@
 #
 #   ```c              a block with a main() is a program
 #   ```sh run         commands, run in an empty folder with heed in the PATH; other sh blocks are for reading
-#   ```text output    what the program or the commands before it print; ... stands for any text within a line
+#   ```text output    what the program or the commands before it print; <...> stands for any text within a line
 #
 # Usage: test_docs.sh SOURCE HEED LIBDIR CC SCRATCH
 set -eu

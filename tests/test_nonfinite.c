@@ -7,7 +7,8 @@
 
 static const case_shape shape = { .B = 2, .Hq = 4, .Hk = 2, .Sq = 40, .Sk = 56, .D = 16 };
 
-/* "a GPU kernel ... may reach rows of the same tile and head, never another head or sequence", which is the next test's. */
+/* "a GPU kernel ... may reach rows of the same tile and head, never another head or sequence": the next test is for
+ * that. */
 #define for_each_strict_kernel(pass, kernel)                                                                           \
     for_each_kernel(pass, kernel)                                                                                      \
         if (kernel.backend != HEED_CUDA)

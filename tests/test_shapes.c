@@ -65,7 +65,7 @@ TEST(one_key_meets_many_queries)
         check_shape_on(&kernel, (case_shape){ .Hq = 2, .Sq = 700, .Sk = 1, .D = 24 });
 }
 
-/* spec: "B, Sq or Sk of 0 is legal; Sk = 0 gives o = 0". */
+/* heed.h: "A row that sees no key has o = 0 and lse = -inf". Sizes of 0 are legal. */
 TEST(without_keys_the_result_is_zero)
 {
     for_each_kernel(EITHER_PASS, kernel) {

@@ -23,7 +23,7 @@ typedef struct backward_layout {
     size_t bytes;
 } backward_layout;
 
-/* Keys [first, last) that some row of a block may see, as blocks of keys; and whether the rows hold NaN or infinity. */
+/* The first and the last block of keys of which some row of a block of rows may see a key; none: 0, -1. */
 typedef struct row_bounds {
     int32_t first, last;
 } row_bounds;

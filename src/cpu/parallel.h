@@ -1,4 +1,4 @@
-/* The one place that knows of OpenMP. Calls body(context, index, thread) for index = 0 .. count-1; indices are handed
+/* The one place of the kernels that knows of OpenMP. Calls body(context, index, thread) for index = 0 .. count-1; indices are handed
  * out in ascending order, one at a time, so an index may wait for a smaller one. With one thread it is a plain loop
  * that does not touch the OpenMP runtime: a caller inside its own parallel region is safe. */
 typedef void parallel_body(void *context, int64_t index, int thread);

@@ -45,7 +45,7 @@ static inline query query_at(const heed_problem *p, const heed_span *s, int64_t 
     return q;
 }
 
-/* Of row q and keys n0 + [from, to): bias as floats, or 0 / -inf by mask. The columns need not be neighbours. */
+/* Of row q and keys [n, n + count): the bias as floats, or 1 and 0 of a mask. The columns need not be neighbours. */
 static void load_bias(float *out, const heed_tensor *t, const heed_span *s, query q, int64_t n, int64_t count)
 {
     int64_t step = t->stride[3] * s->col_step;

@@ -87,8 +87,8 @@ __device__ static void score_with_slopes(Tile &t, slopes<Tile> &slope, const arg
     finish_scores(t, a, s, x, whole);
 }
 
-/* P = 2^(c S - L), with L from log2_of(lse), or from S = score() the slower way, which takes scores of any size; at most
- * 1: rounding, where S is large, could make it more. */
+/* P = 2^(c S - L) with L from log2_of(lse); GENERAL: from S of score() and lse, the slower way that takes scores of any
+ * size. At most 1: rounding, where S is large, could make it more. */
 template <bool GENERAL> __device__ inline float probability(float S, float c, float L)
 {
     return exp2_fast(GENERAL ? min_or_nan(S - L, 0.0f) * LOG2E : min_or_nan(fmaf(S, c, -L), 0.0f));
@@ -134,7 +134,7 @@ template <int MT, int NT> __device__ static void scale_rows(float (&x)[MT][NT][4
                 x[m][n][e] *= by;
 }
 
-/* ---- dQ ------------------------------------------------------------------------------------------------------------ */
+/* ---- dQ ---------------------------------------------------------------------------------------------------------- */
 
 /* 16-row tiles to a warp, and keys at once: as many as leave no register short. */
 template <int D> constexpr int row_tiles = D == 256 ? 1 : 2;
@@ -182,9 +182,10 @@ __global__ void __launch_bounds__(THREADS, 2)
         s.L[threadIdx.x] = log2_of<GENERAL>(f.x), s.delta[threadIdx.x] = f.y;
         band_of_row(a, q, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
     }
-    copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2, a.q.stride[2] * 2, rows, a.D);
-    copy_rows<D, BR, THREADS>(sdO, a.d_o.data + row_at(a.d_o, q.q_batch, x.h, q.q_row + i0) * 2, a.d_o.stride[2] * 2, rows,
-                              a.Dv);
+    copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2, a.q.stride[2] * 2, rows,
+                              a.D);
+    copy_rows<D, BR, THREADS>(sdO, a.d_o.data + row_at(a.d_o, q.q_batch, x.h, q.q_row + i0) * 2, a.d_o.stride[2] * 2,
+                              rows, a.Dv);
     __syncthreads();
     const int first = min(s.low[0], s.low[rows - 1]) / 8 * 8, last = max(s.high[0], s.high[rows - 1]);
     if (threadIdx.x == 0)
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         own_tile dt = { dP, s.low, s.high, t.i0, t.n0, t.row0 };
         slopes<own_tile> slope;
         clear(S);
-        multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);                       /* S  = Q K^T */
+        multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0); /* S  = Q K^T */
         if (GENERAL)
             score_with_slopes(t, slope, a, q, x, whole);
         else if (!whole)
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                 t.at(r, e) = probability<GENERAL>(t.at(r, e), c, L);
         }
         clear(dP);
-        multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0);                     /* dP = dO V^T */
+        multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); /* dP = dO V^T */
         if (GENERAL)
             differentiate(t, dt, slope, delta, a, q, x);
         else {
@@ -239,17 +240,17 @@ __global__ void __launch_bounds__(THREADS, 2)
         }
         uint32_t dS[MT][NT / 2][4];
         pack_tile<T>(dS, dP);
-        multiply_tile<T, D>(dQ, dS, sK + slot * TILE, 0);                            /* dQ += dS K */
+        multiply_tile<T, D>(dQ, dS, sK + slot * TILE, 0); /* dQ += dS K */
     }
     wait_copies<0>();
+    __syncthreads(); /* Q's tile becomes the way out, and without a key nobody has waited for Q */
     scale_rows(dQ, a.scale);
-    store_rows<T, D, MT>(dQ, a.d_q, a.D, a.accumulate, sQ, s.Q, row0, [&](int r) {
-        return r < rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + r) : NOWHERE;
-    });
+    store_rows<T, D, MT>(dQ, a.d_q, a.D, a.accumulate, sQ, s.Q, row0,
+                         [&](int r) { return r < rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + r) : NOWHERE; });
 #endif
 }
 
-/* ---- dK and dV ------------------------------------------------------------------------------------------------------ */
+/* ---- dK and dV --------------------------------------------------------------------------------------------------- */
 
 template <int D, bool GENERAL> constexpr int queries_at_once = D == 256 ? 16 : (D == 128 ? 64 : 32) / (GENERAL ? 2 : 1);
 
@@ -270,8 +271,8 @@ template <int D, int BN, int BQ> struct shared_dkv {
 
 /* Starts the copies of queries i0 .. + BQ of head h into a slot, and says what the tile has to know of them. */
 template <int D, int BN, int BQ>
-__device__ static void meet_queries(shared_dkv<D, BN, BQ> &s, int slot, const args &a, const float2 *facts, int h, int i0,
-                                    bool whole)
+__device__ static void meet_queries(shared_dkv<D, BN, BQ> &s, int slot, const args &a, const float2 *facts, int h,
+                                    int i0, bool whole)
 {
     const span &q = s.sequence;
     const int rows = q.rows - i0;
@@ -350,7 +351,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         own_tile dt = { dP, t.lows, t.highs, t.i0, t.n0, t.column0 };
         slopes<own_tile> slope;
         clear(S);
-        multiply_rows<T, D>(S, sK, row0, sQ, 0);                             /* S^T = K Q^T */
+        multiply_rows<T, D>(S, sK, row0, sQ, 0); /* S^T = K Q^T */
         if (GENERAL)
             score_with_slopes(t, slope, a, q, x, whole);
         else if (!whole)
@@ -367,7 +368,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         }
         clear(dP);
         if (WHICH & ONLY_DK)
-            multiply_rows<T, D>(dP, sV, row0, sdO, 0);                       /* dP^T = V dO^T */
+            multiply_rows<T, D>(dP, sV, row0, sdO, 0); /* dP^T = V dO^T */
         if (GENERAL)
             differentiate(t, dt, slope, delta, a, q, x);
         else {
@@ -380,28 +381,26 @@ __global__ void __launch_bounds__(THREADS, 2)
         uint32_t packed[MT][NT / 2][4];
         if (WHICH & ONLY_DV) {
             pack_tile<T>(packed, S);
-            multiply_tile<T, D>(dV, packed, sdO, 0);                         /* dV += P^T dO */
+            multiply_tile<T, D>(dV, packed, sdO, 0); /* dV += P^T dO */
         }
         if (WHICH & ONLY_DK) {
             pack_tile<T>(packed, dP);
-            multiply_tile<T, D>(dK, packed, sQ, 0);                          /* dK += dS^T Q */
+            multiply_tile<T, D>(dK, packed, sQ, 0); /* dK += dS^T Q */
         }
     }
     wait_copies<0>();
     __syncthreads();
     scale_rows(dK, a.scale);
     if (WHICH & ONLY_DK && a.d_k.data)
-        store_rows<T, D, MT>(dK, a.d_k, a.D, a.accumulate, sK, s.K, row0, [&](int r) {
-            return r < keys ? key_at(a, q, a.d_k, hk, n0 + r) : NOWHERE;
-        });
+        store_rows<T, D, MT>(dK, a.d_k, a.D, a.accumulate, sK, s.K, row0,
+                             [&](int r) { return r < keys ? key_at(a, q, a.d_k, hk, n0 + r) : NOWHERE; });
     if (WHICH & ONLY_DV && a.d_v.data)
-        store_rows<T, D, MT>(dV, a.d_v, a.Dv, a.accumulate, sV, s.V, row0, [&](int r) {
-            return r < keys ? key_at(a, q, a.d_v, hk, n0 + r) : NOWHERE;
-        });
+        store_rows<T, D, MT>(dV, a.d_v, a.Dv, a.accumulate, sV, s.V, row0,
+                             [&](int r) { return r < keys ? key_at(a, q, a.d_v, hk, n0 + r) : NOWHERE; });
 #endif
 }
 
-/* ---- Launch --------------------------------------------------------------------------------------------------------- */
+/* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
 template <class T, int D, bool GENERAL, int WHICH>
 static heed_status run_keys(const args &a, const float2 *facts, const heed_exec *x)
@@ -413,8 +412,7 @@ static heed_status run_keys(const args &a, const float2 *facts, const heed_exec 
     return launch(dkv_mma<T, D, GENERAL, WHICH>, tiles * a.Hk * a.B, THREADS, sizeof(shared), x, a, facts, (int)tiles);
 }
 
-template <class T, int D, bool GENERAL>
-static heed_status run(const args &a, const float2 *facts, const heed_exec *x)
+template <class T, int D, bool GENERAL> static heed_status run(const args &a, const float2 *facts, const heed_exec *x)
 {
     typedef shared_dq<D, keys_at_once<D, GENERAL>> shared;
     static_assert(sizeof(shared) <= 99 * 1024, "what a block may have on sm_86, 89 and 120");

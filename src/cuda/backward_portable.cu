@@ -75,10 +75,10 @@ __device__ static void query_tile(float (&X)[8][COLUMNS / GROUPS], shared_fp32<G
     }
     __syncthreads();
     clear(X);
-    multiply_rows(X, s, a.q, s.row[0], a.k, s.column[0], a.D);           /* S  = Q K^T */
+    multiply_rows(X, s, a.q, s.row[0], a.k, s.column[0], a.D); /* S  = Q K^T */
     write_tile(s, X);
     clear(X);
-    multiply_rows(X, s, a.d_o, s.row[1], a.v, s.column[1], a.Dv);        /* dP = dO V^T */
+    multiply_rows(X, s, a.d_o, s.row[1], a.v, s.column[1], a.Dv); /* dP = dO V^T */
     const int g = group_row<GROUPS>();
 #pragma unroll
     for (int r = 0; r < 8; r++) {
@@ -134,14 +134,14 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
         float dS[8][COLUMNS / GROUPS];
         query_tile(dS, s, a, q, x, i0, n0, n0 >= inside && n0 + COLUMNS <= outside, true);
         write_tile(s, dS);
-        multiply_tile(dQ, s, a.k, s.column[0], slice, a.D);              /* dQ += dS K */
+        multiply_tile(dQ, s, a.k, s.column[0], slice, a.D); /* dQ += dS K */
     }
     store_slice<GROUPS, WIDTH>(dQ, a.d_q, slice, a.D, a.accumulate, [&](int row) {
         return i0 + row < q.rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;
     });
 }
 
-/* ---- dK and dV ---------------------------------------------------------------------------------------------------- */
+/* ---- dK and dV --------------------------------------------------------------------------------------------------- */
 
 /* Offsets, band and facts of the 64 queries from i0 on. Here queries are columns. */
 template <int GROUPS, int WIDTH>
@@ -173,8 +173,9 @@ __device__ static void differentiate_keys(float (&X)[8][COLUMNS / GROUPS], share
         for (int half = 0; half < 2; half++) {
             float4 *four = tile_at(s.tile, column, g / 4 + 16 * half);
             const float4 raw = *four;
-            few<4, 0> S = { { raw.x, raw.y, raw.z, raw.w }, i0 + column, n0 + g + 64 * half, s.low[column],
-                            s.high[column] };
+            few<4, 0> S = {
+                { raw.x, raw.y, raw.z, raw.w }, i0 + column, n0 + g + 64 * half, s.low[column], s.high[column]
+            };
             float dP[4] = { X[4 * half][c], X[4 * half + 1][c], X[4 * half + 2][c], X[4 * half + 3][c] };
             differentiate(S, dP, s.lse[column], s.delta[column], a, q, x, false, true);
             *four = make_float4(S.X[0], S.X[1], S.X[2], S.X[3]);
@@ -222,16 +223,16 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
             float X[8][COLUMNS / GROUPS];
             meet_query_columns(s, a, q, x, i0);
             clear(X);
-            multiply_rows(X, s, a.k, s.row[0], a.q, s.column[0], a.D);       /* S^T  = K Q^T */
+            multiply_rows(X, s, a.k, s.row[0], a.q, s.column[0], a.D); /* S^T  = K Q^T */
             write_tile(s, X);
             clear(X);
-            multiply_rows(X, s, a.v, s.row[1], a.d_o, s.column[1], a.Dv);    /* dP^T = V dO^T */
+            multiply_rows(X, s, a.v, s.row[1], a.d_o, s.column[1], a.Dv); /* dP^T = V dO^T */
             differentiate_keys(X, s, a, q, x, i0, n0);
             if (a.d_v.data && slice < a.Dv)
-                multiply_tile(dV, s, a.d_o, s.column[1], slice, a.Dv);       /* dV += P^T dO */
+                multiply_tile(dV, s, a.d_o, s.column[1], slice, a.Dv); /* dV += P^T dO */
             if (a.d_k.data && slice < a.D) {
                 write_tile(s, X);
-                multiply_tile(dK, s, a.q, s.column[0], slice, a.D);          /* dK += dS^T Q */
+                multiply_tile(dK, s, a.q, s.column[0], slice, a.D); /* dK += dS^T Q */
             }
             __syncthreads();
         }
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
         store_slice<GROUPS, WIDTH>(dK, a.d_k, slice, a.D, a.accumulate, own(a.d_k));
 }
 
-/* ---- dbias -------------------------------------------------------------------------------------------------------- */
+/* ---- dbias ------------------------------------------------------------------------------------------------------- */
 
 /* Where bias has one row, or one column, for all: those of a tile are summed too, in the shared tile, and the tiles of
  * the whole row or column are met by the one block that owns it. */
@@ -264,7 +265,8 @@ __device__ static void store_bias(const args &a, float (*tile)[ROWS], int b, int
     }
 }
 
-__global__ void __launch_bounds__(128, 2) dbias_portable(const __grid_constant__ args a, int tiles, int key_tiles, int keys)
+__global__ void __launch_bounds__(128, 2)
+    dbias_portable(const __grid_constant__ args a, int tiles, int key_tiles, int keys)
 {
     constexpr int GROUPS = 8, WIDTH = 64;
     extern __shared__ float4 memory[];
@@ -321,7 +323,7 @@ heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x)
                   (int)tiles, (int)key_tiles, (int)keys);
 }
 
-/* ---- Launch ------------------------------------------------------------------------------------------------------- */
+/* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
 template <int GROUPS, int WIDTH> static heed_status run_dq(const args &a, const heed_exec *x)
 {

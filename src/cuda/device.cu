@@ -56,7 +56,7 @@ heed_status heed_cuda_device(int index, heed_device *d)
     return HEED_OK;
 }
 
-/* ---- Arguments -------------------------------------------------------------------------------------------------- */
+/* ---- Arguments --------------------------------------------------------------------------------------------------- */
 
 static view view_of(const heed_tensor &t)
 {
@@ -81,7 +81,7 @@ static void place_keys(const heed_problem *p, args *a)
     full.a.lengths_q = full.a.lengths_k = full.a.offsets_q = full.a.offsets_k = NULL;
     heed_span s;
     heed_span_of(&full, 0, &s);
-    a->col = s.keys ? s.col : INT32_MAX; /* none is on the stride */
+    a->col = s.keys ? s.col : INT32_MAX;                         /* none is on the stride */
     a->col_step = s.keys == 1 ? HEED_MAX(p->Sk, 1) : s.col_step; /* then s says nothing of the step */
     a->p0 = s.p0, a->p_step = s.p_step, a->r0 = s.r0, a->r_step = s.r_step;
 }

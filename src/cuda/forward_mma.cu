@@ -1,6 +1,6 @@
 /* Forward with mma.sync for fp16 and bf16, head sizes to 256, on sm_80 and later. A block of four warps owns 128 rows
- * of one head, each warp 32 of them (half as many at D = 256), and meets 32 to 128 keys at a time. K and V have one buffer each: V arrives while
- * S = Q K^T is computed, the next K while O += P V is. */
+ * of one head, each warp 32 of them (half as many at D = 256), and meets 32 to 112 keys at a time. K and V have one
+ * buffer each: V arrives while S = Q K^T is computed, the next K while O += P V is. */
 #include "launch.cuh"
 #include "tile_mma.cuh"
 
@@ -13,7 +13,7 @@ template <int D, int BC> struct shared_forward {
     static constexpr int BR = WARPS * 16 * row_tiles<D>;
     char Q[BR * D * 2], K[BC * D * 2], V[BC * D * 2];
     int low[BR], high[BR], inside, outside; /* all rows see keys inside .. outside */
-    span sequence; /* what is looked at once for each tile lies here and not in registers */
+    span sequence;                          /* what is looked at once for each tile lies here and not in registers */
     head of;
     key_rows k, v;
 };
@@ -83,7 +83,9 @@ template <class Tile> __device__ static void drop(Tile &t, const args &a, const 
 /* What the scores need beyond scale and band is in GENERAL, so that the others do not pay for it. The keys at once are
  * as many as leave no register short. */
 template <int D, bool GENERAL>
-constexpr int keys_at_once = D == 256 ? 32 : D == 128 ? (GENERAL ? 32 : 64) : (GENERAL ? 64 : 112);
+constexpr int keys_at_once = D == 256   ? 32
+                             : D == 128 ? (GENERAL ? 32 : 64)
+                                        : (GENERAL ? 64 : 112);
 
 template <class T, int D, bool GENERAL>
 __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant__ args a, int tiles)
@@ -108,7 +110,8 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
     const int rows = min(BR, q.rows - i0);
     if (threadIdx.x < BR)
         band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
-    copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2, a.q.stride[2] * 2, rows, a.D);
+    copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, q.q_batch, x.h, q.q_row + i0) * 2, a.q.stride[2] * 2, rows,
+                              a.D);
     __syncthreads();
     const int first = min(s.low[0], s.low[rows - 1]) / 8 * 8, last = max(s.high[0], s.high[rows - 1]);
     if (threadIdx.x == 0)
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
         commit_copies();
         float S[MT][NT][4];
         clear(S);
-        multiply_rows<T, D>(S, sQ, row0, sK, 0);                             /* S  = Q K^T */
+        multiply_rows<T, D>(S, sQ, row0, sK, 0); /* S  = Q K^T */
         wait_copies<0>();
         __syncthreads(); /* V is here, and this K is no longer needed */
         if (n0 + BC < last)
@@ -148,9 +151,10 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
             drop(t, a, q, x);
         uint32_t P[MT][NT / 2][4];
         pack_tile<T>(P, S);
-        multiply_tile<T, D>(O, P, sV, 0);                                    /* O += P V */
+        multiply_tile<T, D>(O, P, sV, 0); /* O += P V */
     }
     wait_copies<0>();
+    __syncthreads(); /* Q's tile becomes the way out, and without a key nobody has waited for Q */
 
     const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
 #pragma unroll
@@ -168,9 +172,8 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
         if (a.lse.data && lane % 4 == 0 && i < q.rows)
             store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
     }
-    store_rows<T, D, MT>(O, a.o, a.Dv, false, sQ, s.Q, row0, [&](int r) {
-        return r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + r) : NOWHERE;
-    });
+    store_rows<T, D, MT>(O, a.o, a.Dv, false, sQ, s.Q, row0,
+                         [&](int r) { return r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + r) : NOWHERE; });
 #endif
 }
 

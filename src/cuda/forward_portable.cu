@@ -61,8 +61,7 @@ __device__ static void softmax_step(float (&S)[COLUMNS / GROUPS], float &m, floa
         O[n] *= rescale;
 }
 
-template <int GROUPS>
-__device__ static void drop(own_row<GROUPS> &t, const args &a, const span &s, const head &x)
+template <int GROUPS> __device__ static void drop(own_row<GROUPS> &t, const args &a, const span &s, const head &x)
 {
     const uint32_t kept = draw(t, 0, a, s, x, seed_of(a));
 #pragma unroll
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
         __syncthreads();
         float S[8][COLUMNS / GROUPS];
         clear(S);
-        multiply_rows(S, s, a.q, s.row[0], a.k, s.column[0], a.D);       /* S  = Q K^T */
+        multiply_rows(S, s, a.q, s.row[0], a.k, s.column[0], a.D); /* S  = Q K^T */
         const bool whole = n0 >= inside && n0 + COLUMNS <= outside;
 #pragma unroll
         for (int r = 0; r < 8; r++) {
@@ -123,7 +122,7 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
         write_tile(s, S);
         float PV[8][WIDTH / GROUPS]; /* summed apart: over many keys that is the more accurate */
         clear(PV);
-        multiply_tile(PV, s, a.v, s.column[1], slice, a.Dv);             /* O += P V */
+        multiply_tile(PV, s, a.v, s.column[1], slice, a.Dv); /* O += P V */
 #pragma unroll
         for (int r = 0; r < 8; r++)
 #pragma unroll
@@ -147,7 +146,8 @@ __global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
             O[r][n] *= rescale;
         const int i_own = i0 + row;
         if (a.lse.data && slice == 0 && threadIdx.x % GROUPS == 0 && i_own < q.rows)
-            store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i_own), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
+            store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i_own),
+                  sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
     }
     store_slice<GROUPS, WIDTH>(O, a.o, slice, a.Dv, false, [&](int row) {
         return i0 + row < q.rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;

@@ -26,7 +26,7 @@ struct args {
     float scale, softcap;
     int align;
     int64_t left, right;
-    int64_t col, col_step; /* key n is number col + n * col_step of its sequence */
+    int64_t col, col_step;          /* key n is number col + n * col_step of its sequence */
     int64_t p0, p_step, r0, r_step; /* positions as in heed_span; p0 only with HEED_ALIGN_POSITION */
     const int32_t *lengths_q, *lengths_k, *offsets_q, *offsets_k;
     const int32_t *block_table;
@@ -43,7 +43,7 @@ struct args {
 /* Fails where a size is beyond what the kernels count in 32 bits. */
 heed_status heed_cuda_args(const heed_problem *p, args *a);
 
-/* ---- Elements --------------------------------------------------------------------------------------------------- */
+/* ---- Elements ---------------------------------------------------------------------------------------------------- */
 
 __device__ inline float load(const view &t, int64_t at)
 {
@@ -72,7 +72,7 @@ __device__ inline int64_t row_at(const view &t, int64_t b, int64_t h, int64_t i)
     return b * t.stride[0] + h * t.stride[1] + i * t.stride[2];
 }
 
-/* ---- Sequences -------------------------------------------------------------------------------------------------- */
+/* ---- Sequences --------------------------------------------------------------------------------------------------- */
 
 struct span {
     int b, q_batch, k_batch;
@@ -80,10 +80,7 @@ struct span {
     int64_t p0, p_step, r0, r_step;
 };
 
-__device__ inline int clamp(int64_t x, int low, int high)
-{
-    return x < low ? low : x > high ? high : (int)x;
-}
+__device__ inline int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
 /* Where sequence b starts and how long it is. */
 __device__ inline void extent(const int32_t *lengths, const int32_t *offsets, int b, int memory_rows, int longest,
@@ -123,7 +120,7 @@ __device__ inline int64_t key_at(const args &a, const span &s, const view &t, in
     return page < 0 || page >= a.pages ? NOWHERE : row_at(t, page, h, j % a.page);
 }
 
-/* ---- The band --------------------------------------------------------------------------------------------------- */
+/* ---- The band ---------------------------------------------------------------------------------------------------- */
 
 /* Which of the points start + x * step, 0 <= x < count, lie in [low, high]. */
 __device__ inline void between(int64_t low, int64_t high, int64_t start, int64_t step, int count, int &first, int &last)

@@ -23,7 +23,7 @@ __device__ static int64_t numbered_row(const view &t, const rows_shape &n, int64
     return row_at(t, row / n.rows / n.heads, row / n.rows % n.heads, row % n.rows);
 }
 
-/* ---- Delta ------------------------------------------------------------------------------------------------------ */
+/* ---- Delta ------------------------------------------------------------------------------------------------------- */
 
 /* One warp for each row. */
 __global__ void delta_rows(const __grid_constant__ view o, const __grid_constant__ view d_o,
@@ -51,7 +51,7 @@ static heed_status launch_delta(const view &o, const view &d_o, const view &d_ls
     return launch(delta_rows, tiles_of(n.count, WARPS), 32 * WARPS, 0, x, o, d_o, d_lse, delta, n);
 }
 
-/* ---- Merge ------------------------------------------------------------------------------------------------------ */
+/* ---- Merge ------------------------------------------------------------------------------------------------------- */
 
 __global__ void merge_rows(const __grid_constant__ view o, const __grid_constant__ view lse,
                            const __grid_constant__ view o2, const __grid_constant__ view lse2, rows_shape n)
@@ -74,7 +74,7 @@ __global__ void merge_rows(const __grid_constant__ view o, const __grid_constant
         store(lse, lse_at, (float)(m + log(w + w2)));
 }
 
-/* ---- The sink's gradient ---------------------------------------------------------------------------------------- */
+/* ---- The sink's gradient ----------------------------------------------------------------------------------------- */
 
 /* d_sink = -sum over batch and rows of exp(sink - lse) delta. One block for each head. */
 __global__ void __launch_bounds__(256) sink_gradient(const __grid_constant__ args a)
@@ -106,11 +106,12 @@ heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x)
     return a.d_sink.data ? launch(sink_gradient, a.Hq, 256, 0, x, a) : HEED_OK;
 }
 
-/* ---- Fill ------------------------------------------------------------------------------------------------------- */
+/* ---- Fill -------------------------------------------------------------------------------------------------------- */
 
 __global__ void fill(const __grid_constant__ view t, rows_shape n, float value)
 {
-    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < n.count; row += (int64_t)gridDim.x * WARPS) {
+    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < n.count;
+         row += (int64_t)gridDim.x * WARPS) {
         int64_t at = numbered_row(t, n, row);
         for (int c = threadIdx.x % 32; c < n.width; c += 32)
             store(t, at + c * t.stride[3], value);
@@ -125,7 +126,7 @@ heed_status heed_cuda_fill(const view &t, const int64_t shape[4], float value, c
     return launch(fill, HEED_MIN(tiles_of(n.count, WARPS), 16384), 32 * WARPS, 0, x, t, n, value);
 }
 
-/* ---- Before the kernels ----------------------------------------------------------------------------------------- */
+/* ---- Before the kernels ------------------------------------------------------------------------------------------ */
 
 heed_status heed_cuda_prepare_forward(const heed_problem *p, const args &a, const heed_exec *x)
 {
@@ -167,7 +168,7 @@ heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const hee
     return status;
 }
 
-/* ---- Facts of each row ------------------------------------------------------------------------------------------ */
+/* ---- Facts of each row ------------------------------------------------------------------------------------------- */
 
 __global__ void row_facts(const __grid_constant__ args a, rows_shape n, float2 *facts)
 {
@@ -191,7 +192,7 @@ heed_status heed_cuda_row_facts(const args &a, const int64_t q_shape[4], float2 
     return launch(row_facts, tiles_of(n.count, 256), 256, 0, x, a, n, facts);
 }
 
-/* ---- heed_merge and heed_delta ---------------------------------------------------------------------------------- */
+/* ---- heed_merge and heed_delta ----------------------------------------------------------------------------------- */
 
 static view plain_view(const heed_tensor &t)
 {

@@ -48,7 +48,8 @@ template <class T> __device__ inline bool exists(const T &t, const span &s, int 
 
 /* Where element (query r, key 0) of a mask or bias that begins at `first` lies. The keys follow apart(c) steps later:
  * the same distance for all threads, so that it takes no registers of theirs. */
-template <class T> __device__ inline int64_t first_element(const T &t, int r, const args &a, const view &m, int64_t first)
+template <class T>
+__device__ inline int64_t first_element(const T &t, int r, const args &a, const view &m, int64_t first)
 {
     return first + t.row(r) * m.stride[2] + (a.col + t.key(0) * a.col_step) * m.stride[3];
 }
@@ -190,7 +191,7 @@ __device__ inline void score_with_slope(T &t, float (&slope)[T::R][T::C], const 
     finish_scores(t, a, s, x, whole);
 }
 
-/* ---- Dropout ---------------------------------------------------------------------------------------------------- */
+/* ---- Dropout ----------------------------------------------------------------------------------------------------- */
 
 __device__ inline uint64_t seed_of(const args &a) { return a.seed + (a.seed_at ? *a.seed_at : 0); }
 

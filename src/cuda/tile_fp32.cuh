@@ -21,10 +21,12 @@ constexpr int ROWS = 128, COLUMNS = 64, STEP = 8;
 /* Width is that of the block's slice of the result: a wider head is cut into slices, one block each. */
 template <int GROUPS, int WIDTH> struct shared_fp32 {
     union {
-        struct { float a[2][STEP][ROWS], b[2][STEP][COLUMNS]; } rows;
+        struct {
+            float a[2][STEP][ROWS], b[2][STEP][COLUMNS];
+        } rows;
         float slice[2][STEP][WIDTH];
     } stage;
-    float tile[COLUMNS][ROWS]; /* a 128 x 64 tile, columns first, see tile_at() */
+    float tile[COLUMNS][ROWS];                /* a 128 x 64 tile, columns first, see tile_at() */
     int64_t row[2][ROWS], column[2][COLUMNS]; /* offsets: of Q and dO, or K and V */
     int low[ROWS], high[ROWS];
     float lse[ROWS], delta[ROWS];
@@ -49,7 +51,7 @@ template <int GROUPS> __device__ inline int group_column() { return threadIdx.x 
 __device__ constexpr int row_of(int g, int r) { return g + r % 4 + 64 * (r / 4); }
 template <int GROUPS> __device__ constexpr int column_of(int t, int c) { return t + c % 4 + 4 * GROUPS * (c / 4); }
 
-/* ---- Memory to registers ---------------------------------------------------------------------------------------- */
+/* ---- Memory to registers ----------------------------------------------------------------------------------------- */
 
 template <int E> __device__ inline void unpack(float (&x)[E], const uint32_t (&words)[E / 2], int dtype)
 {
@@ -91,7 +93,7 @@ template <int E> __device__ inline void load_part(float (&x)[E], const view &t, 
         x[e] = row != NOWHERE && c + e < width ? load(t, row + (c + e) * t.stride[3]) : 0.0f;
 }
 
-/* ---- Products --------------------------------------------------------------------------------------------------- */
+/* ---- Products ---------------------------------------------------------------------------------------------------- */
 
 template <int M, int N> __device__ inline void clear(float (&x)[M][N])
 {
@@ -173,7 +175,8 @@ __device__ inline void write_tile(shared_fp32<GROUPS, WIDTH> &s, const float (&X
 /* The element of the shared tile that thread owns as X[r][c]. */
 template <int GROUPS, int WIDTH> __device__ inline float &own_element(shared_fp32<GROUPS, WIDTH> &s, int r, int c)
 {
-    float4 *four = tile_at(s.tile, column_of<GROUPS>(group_column<GROUPS>(), c), group_row<GROUPS>() / 4 + 16 * (r / 4));
+    float4 *four = tile_at(s.tile, column_of<GROUPS>(group_column<GROUPS>(), c),
+                           group_row<GROUPS>() / 4 + 16 * (r / 4));
     return ((float *)four)[r % 4];
 }
 
@@ -217,7 +220,7 @@ __device__ inline void multiply_tile(float (&Y)[8][WIDTH / GROUPS], shared_fp32<
     __syncthreads();
 }
 
-/* ---- Registers to memory ---------------------------------------------------------------------------------------- */
+/* ---- Registers to memory ----------------------------------------------------------------------------------------- */
 
 __device__ inline void store_part(const view &t, int64_t row, int c, int width, float4 x, bool accumulate)
 {

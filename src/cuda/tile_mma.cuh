@@ -15,14 +15,14 @@ template <int D> __device__ inline uint32_t chunk_at(uint32_t tile, int row, int
     return tile + row * D * 2 + ((chunk ^ (row & 7)) << 4);
 }
 
-/* The address of chunk c of a row follows from that of its chunk 0 or 1 by one exclusive or with a constant: tiles start
- * at multiples of 1 KB, and 8 rows down is 8 rows' bytes further. c is even. */
+/* The address of chunk c of a row, c even or one more, from that of its chunk 0 or 1: one exclusive or with a constant,
+ * as tiles start at multiples of 1 KB. 8 rows down is 8 rows' bytes further. */
 template <int D> __device__ inline uint32_t along(uint32_t address, int c)
 {
     return (address ^ ((c & 6) << 4)) + ((c & ~7) << 4);
 }
 
-/* ---- Memory to shared memory -------------------------------------------------------------------------------------- */
+/* ---- Memory to shared memory ------------------------------------------------------------------------------------- */
 
 /* Copies COUNT rows that lie `step` bytes apart, those from `rows` on as zeros; each is `width` elements wide. */
 template <int D, int COUNT, int THREADS>
@@ -82,7 +82,7 @@ __device__ inline void copy_keys(uint32_t tile, const args &a, const span &s, co
         });
 }
 
-/* ---- Products ----------------------------------------------------------------------------------------------------- */
+/* ---- Products ---------------------------------------------------------------------------------------------------- */
 
 template <class T> __device__ inline uint32_t pack(float x, float y);
 template <> __device__ inline uint32_t pack<__half>(float x, float y)
@@ -168,13 +168,13 @@ __device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const uint32_t (&
         }
 }
 
-/* ---- Registers to memory ------------------------------------------------------------------------------------------ */
+/* ---- Registers to memory ----------------------------------------------------------------------------------------- */
 
 /* Writes the warp's 16 MT rows to t, row r at element offset where(r), which may be NOWHERE. 16-bit results
  * pass through the warp's own rows of a tile that is no longer needed, to leave in pieces of 16 bytes. */
 template <class T, int D, int MT, class Where>
-__device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t, int width, bool accumulate, uint32_t tile,
-                                  char *tile_memory, int row, Where where)
+__device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t, int width, bool accumulate,
+                                  uint32_t tile, char *tile_memory, int row, Where where)
 {
     const int lane = threadIdx.x % 32, g = lane / 4, pair = lane % 4 * 2;
     if (t.dtype == HEED_F32) {
@@ -205,8 +205,8 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
 #pragma unroll
             for (int n = 0; n < D / 8; n++) {
                 const int r = row + m * 16 + half * 8 + g;
-                *(uint32_t *)(tile_memory + (chunk_at<D>(tile, r, n) - tile) + pair * 2) =
-                    pack<T>(Y[m][n][half * 2], Y[m][n][half * 2 + 1]);
+                *(uint32_t *)(tile_memory + (chunk_at<D>(tile, r, n) - tile) +
+                              pair * 2) = pack<T>(Y[m][n][half * 2], Y[m][n][half * 2 + 1]);
             }
     __syncwarp();
     for (int piece = lane; piece < 16 * MT * (D / 8); piece += 32) {
@@ -224,7 +224,7 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
     }
 }
 
-/* ---- Scores ------------------------------------------------------------------------------------------------------- */
+/* ---- Scores ------------------------------------------------------------------------------------------------------ */
 
 /* A warp's scores with queries as rows, as scores.cuh wants to see them. low and high are in shared memory. */
 template <int MT, int NT> struct query_major {
@@ -242,7 +242,7 @@ template <int MT, int NT> struct query_major {
     __device__ int high(int r) const { return highs[row0 + down(r)]; }
 };
 
-/* ---- Dropout ------------------------------------------------------------------------------------------------------ */
+/* ---- Dropout ----------------------------------------------------------------------------------------------------- */
 
 __device__ inline void trade(uint32_t &x, uint32_t &y, int lanes)
 {
