@@ -22,6 +22,22 @@ TEST(the_workspace_is_linear_in_tokens)
     }
 }
 
+/* A ragged batch pays for the tokens there are, not for as many of the longest sequence. */
+TEST(a_ragged_workspace_is_linear_in_tokens)
+{
+    enum { B = 200, LONGEST = 2000 };
+    int32_t lengths[B];
+    for (int b = 0; b < B; b++)
+        lengths[b] = b ? 1 : LONGEST;
+    for_each_kernel(EITHER_PASS, kernel) {
+        size_t one = workspace_of(&kernel, (case_shape){ .Sq = LONGEST, .D = 16 });
+        size_t many = workspace_of(&kernel,
+                                   (case_shape){
+                                       .B = B, .D = 16, .form = RAGGED, .rows_of = lengths, .keys_of = lengths });
+        assert_true(many <= 5 * one + (1 << 20)); /* some of it for each of four threads */
+    }
+}
+
 /* heed.h: "HEED_NO_WORKSPACE: exec.workspace is smaller than heed_workspace_size() says", and "On an error the outputs
  * are untouched". */
 TEST(one_byte_too_few_is_refused)
@@ -81,6 +97,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_workspace_is_linear_in_tokens),
+        cmocka_unit_test(a_ragged_workspace_is_linear_in_tokens),
         cmocka_unit_test(one_byte_too_few_is_refused),
 #ifdef COUNTS_ALLOCATIONS
         cmocka_unit_test(heed_allocates_nothing),

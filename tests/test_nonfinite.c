@@ -103,6 +103,70 @@ TEST(a_window_keeps_nan_out_on_both_sides)
 }
 
 /* spec: "keys that no query of the problem may see (... off the stride) may hold anything". */
+/* One query, bounds of the window at odd keys: where keys are multiplied in pairs, a pair reaches over the edge. */
+TEST(a_window_with_odd_edges_keeps_nan_out)
+{
+    for_each_strict_kernel(HEED_FORWARD, kernel) {
+        test_case c = case_new(&kernel, (case_shape){ .Hq = 16, .Hk = 1, .Sq = 1, .Sk = 60, .D = 32 });
+        c.a.windowed = 1;
+        c.a.window_left = 28, c.a.window_right = -1; /* keys 31 to 59 */
+        fill_row(&c.a.v, 0, 0, 30, NAN);
+        case_check(&c);
+        case_free(&c);
+    }
+}
+
+/* heed.h: a bias of "-inf hides the key as a mask does". */
+TEST(a_bias_of_minus_infinity_keeps_nan_out)
+{
+    for_each_strict_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(&kernel, shape);
+        c.a.bias = case_tensor(&c, HEED_F32, (int64_t[]){ 1, 1, 1, c.a.k.shape[2] }, NULL);
+        fill_bytes(&c.a.bias, 0);
+        ((float *)c.a.bias.data)[7] = -INFINITY;
+        for (int64_t h = 0; h < c.a.k.shape[1]; h++)
+            fill_row(&c.a.k, 0, h, 7, NAN), fill_row(&c.a.v, 0, h, 7, NAN);
+        case_check(&c);
+        case_free(&c);
+    }
+}
+
+/* heed.h: of "a row that sees no key ... all its gradients are 0", whatever comes in for it. */
+TEST(a_nan_gradient_of_the_lse_of_a_row_without_keys_is_ignored)
+{
+    for_each_strict_kernel(HEED_BACKWARD, kernel) {
+        test_case c = case_new(&kernel, shape);
+        int64_t rows = c.a.q.shape[2];
+        c.a.mask = case_tensor(&c, HEED_BOOL, (int64_t[]){ 1, 1, rows, 1 }, NULL);
+        memset(c.a.mask.data, 1, (size_t)rows);
+        ((uint8_t *)c.a.mask.data)[3] = 0;
+        c.g.d_lse = case_tensor(&c, HEED_F32, (int64_t[]){ c.a.q.shape[0], c.a.q.shape[1], rows, 1 }, NULL);
+        fill_bytes(&c.g.d_lse, 0);
+        ((float *)c.g.d_lse.data)[3] = NAN;
+        case_check(&c);
+        case_free(&c);
+    }
+}
+
+TEST(a_large_scale_does_not_overflow_what_the_score_does_not)
+{
+    for_each_kernel(HEED_FORWARD, kernel) {
+        if (kernel.dtype == HEED_F16)
+            continue;
+        test_case c = case_new(&kernel, (case_shape){ .Sq = 20, .Sk = 20, .D = 16 });
+        for (int64_t i = 0; i < 20; i++)
+            fill_row(&c.a.q, 0, 0, i, 0x1p-90), fill_row(&c.a.k, 0, 0, i, 0x1p100 * (double)(i + 1) / 20);
+        c.a.scale = 0x1p40f;
+        case_forward(&c);
+        heed_tensor last = slice(c.a.v, 2, 19, 1, 1); /* the largest score takes all */
+        for (int64_t i = 0; i < 20; i++) {
+            heed_tensor row = slice(c.a.o, 2, i, 1, 1);
+            expect_same_bits(&c, "o", &last, &row);
+        }
+        case_free(&c);
+    }
+}
+
 TEST(keys_off_the_stride_may_hold_anything)
 {
     for_each_kernel(EITHER_PASS, kernel) {
@@ -209,6 +273,10 @@ int main(void)
         cmocka_unit_test(a_nan_or_inf_in_a_value_touches_the_rows_that_see_it_only),
         cmocka_unit_test(a_mask_keeps_nan_and_inf_out),
         cmocka_unit_test(a_window_keeps_nan_out_on_both_sides),
+        cmocka_unit_test(a_window_with_odd_edges_keeps_nan_out),
+        cmocka_unit_test(a_bias_of_minus_infinity_keeps_nan_out),
+        cmocka_unit_test(a_nan_gradient_of_the_lse_of_a_row_without_keys_is_ignored),
+        cmocka_unit_test(a_large_scale_does_not_overflow_what_the_score_does_not),
         cmocka_unit_test(keys_off_the_stride_may_hold_anything),
         cmocka_unit_test(a_nan_in_the_gradient_of_a_row_stays_with_what_the_row_sees),
         cmocka_unit_test(scores_up_to_the_largest_float_do_not_overflow),

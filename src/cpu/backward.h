@@ -10,9 +10,9 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-static _Atomic int32_t *turn_of(const backward_run *x, int64_t b, int64_t h, int64_t block)
+static _Atomic int32_t *turn_of(const backward_run *x, const heed_span *s, int64_t h, int64_t block)
 {
-    return (_Atomic int32_t *)(void *)at_bytes(&x->j, x->f.turns) + (b * x->j.p->Hq + h) * x->f.row_blocks + block;
+    return (_Atomic int32_t *)(void *)at_bytes(&x->j, x->f.turns) + h * x->f.blocks + block_index(x, s, block);
 }
 
 /* Writes n rows of sums as rows first, first + 1, ... of head h of a result; sums == NULL: zeros. With `add` the result
@@ -45,6 +45,8 @@ static void prepare_rows(void *context, int64_t index, int thread)
     heed_span s;
     (void)thread;
     heed_span_of(p, b, &s);
+    if (i0 >= s.padded_rows)
+        return;
     int64_t first = s.keys, last = 0;
     for (int64_t i = i0; i < HEED_MIN(i0 + x->f.block, s.rows); i++) {
         source o = rows_of(p, &s, &p->a.o, h, p->Dv), d_o = rows_of(p, &s, &g->d_o, h, p->Dv);
@@ -52,7 +54,7 @@ static void prepare_rows(void *context, int64_t index, int thread)
         if (q.first < q.last)
             first = HEED_MIN(first, q.first), last = HEED_MAX(last, q.last);
         int64_t row = s.q_row + i;
-        float *delta = at_bytes(&x->j, x->f.delta) + (b * p->Hq + h) * p->Sq + i;
+        float *delta = at_bytes(&x->j, x->f.delta) + row_index(x, &s, h, i);
         if (g->delta.data)
             *delta = ((const float *)g->delta
                           .data)[s.q_batch * g->delta.stride[0] + h * g->delta.stride[1] + row * g->delta.stride[2]];
@@ -73,8 +75,8 @@ static void prepare_rows(void *context, int64_t index, int thread)
     if (first < last)
         bounds = (row_bounds){ (int32_t)(first / x->f.key_block), (int32_t)((last - 1) / x->f.key_block) };
     if (h == 0)
-        *bounds_of(x, b, block) = bounds;
-    atomic_init(turn_of(x, b, h, block), bounds.first);
+        *bounds_of(x, &s, block) = bounds;
+    atomic_init(turn_of(x, &s, h, block), bounds.first);
 
     int64_t from = first < last ? HEED_MAX(i0, s.rows) : i0, to = HEED_MIN(i0 + x->f.block, s.padded_rows);
     source d_q = rows_of(p, &s, &g->d_q, h, p->D);
@@ -110,14 +112,14 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
 {
     const backward_run *x = b->x;
     const heed_problem *p = x->j.p;
-    _Atomic int32_t *turn = turn_of(x, b->span.b, b->h, block);
+    _Atomic int32_t *turn = turn_of(x, &b->span, b->h, block);
     source d_q = rows_of(p, &b->span, &p->g.d_q, b->h, p->D);
     int in_place = x->f.dq_in_place, careful = x->j.partial && !(b->finite && b->keys_finite);
     int add = key_block != bounds.first;
     b->dQ = NULL;
     if (p->g.d_q.data)
         b->dQ = sums_at(&d_q, b->i0, in_place,
-                        at_bytes(&x->j, x->f.dq) + ((b->span.b * p->Hq + b->h) * p->Sq + b->i0) * x->f.wide, x->f.wide,
+                        at_bytes(&x->j, x->f.dq) + row_index(x, &b->span, b->h, b->i0) * x->f.wide, x->f.wide,
                         &b->ld_dq);
     if (!careful) {
         for (int64_t t = 0; t < b->tiles; t++)
@@ -168,7 +170,7 @@ static void backward_keys(void *context, int64_t index, int thread)
     clear_sums(b.dV, b.ld_dv, n1 - n0, x->f.wide_v);
     for (int64_t h = b.hk * p->G; h < (b.hk + 1) * p->G; h++)
         for (int64_t block = 0; block * x->f.block < b.span.rows; block++) {
-            row_bounds bounds = *bounds_of(x, b.span.b, block);
+            row_bounds bounds = *bounds_of(x, &b.span, block);
             if (key_block < bounds.first || key_block > bounds.last)
                 continue;
             load_rows(&b, h, block * x->f.block);

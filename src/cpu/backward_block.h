@@ -15,10 +15,11 @@ typedef struct backward_layout {
     int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place;
     int64_t ldq, ldv;            /* units in a row of Q; of dO */
     int64_t wide, wide_v;        /* columns of D and Dv, padded */
-    size_t delta, turns, bounds; /* [B][Hq][Sq]; [B][Hq][row_blocks]; [B][row_blocks] */
-    size_t dq;                   /* [B][Hq][Sq][wide] */
+    int64_t rows, blocks;        /* of all sequences, which lie end to end also where they are padded */
+    size_t delta, turns, bounds; /* [Hq][rows]; [Hq][blocks]; [blocks] */
+    size_t dq;                   /* [Hq][rows][wide] */
     size_t scratch, scratch_stride;
-    size_t bias; /* dS before the softcap, of one thread: [BQ][LDB], for d_bias only */
+    size_t bias;                                                /* bias_room() for each thread, if d_bias is wanted */
     size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, p, ds, pz, dsz; /* inside scratch */
     size_t bytes;
 } backward_layout;
@@ -32,6 +33,9 @@ typedef struct backward_run {
     job j;
     backward_layout f;
 } backward_run;
+
+/* Of one thread, in floats, for d_bias: dS before the softcap, [BQ][LDB], and sums in double, [BQ][BC]. */
+static int64_t bias_room(void) { return BQ * LDB + BQ * BC * 2; }
 
 static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *plan)
 {
@@ -52,16 +56,18 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.ldq = units_of(p->D) + W, f.ldv = units_of(p->Dv) + W;
 
     size_t used = 0, s = 0;
-    f.delta = take(&used, p->B * p->Hq * p->Sq);
-    f.turns = take(&used, p->B * p->Hq * f.row_blocks);
-    f.bounds = take(&used, p->B * f.row_blocks * (int64_t)(sizeof(row_bounds) / sizeof(float)));
+    f.rows = p->a.offsets_q ? p->a.q.shape[2] : p->B * p->Sq;
+    f.blocks = p->a.offsets_q && f.block ? f.rows / f.block + p->B : p->B * f.row_blocks;
+    f.delta = take(&used, p->Hq * f.rows);
+    f.turns = take(&used, p->Hq * f.blocks);
+    f.bounds = take(&used, f.blocks * (int64_t)(sizeof(row_bounds) / sizeof(float)));
     f.dq = used;
     if (p->g.d_q.data && !f.dq_in_place)
-        take(&used, p->B * p->Hq * p->Sq * f.wide);
+        take(&used, p->Hq * f.rows * f.wide);
 
     f.bias = used;
     if (p->g.d_bias.data)
-        take(&used, plan->threads * BQ * LDB);
+        take(&used, plan->threads * bias_room());
 
     int64_t kb = f.key_block;
     f.kt = take(&s, panels_size(kb, p->D)), f.vt = take(&s, panels_size(kb, p->Dv));
@@ -95,9 +101,20 @@ typedef struct backward_block {
     float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *Pz, *dSz; /* room for what cannot be used in place */
 } backward_block;
 
-static row_bounds *bounds_of(const backward_run *x, int64_t b, int64_t block)
+/* Row i of head h, and block of rows `block`, among those of all sequences. */
+static int64_t row_index(const backward_run *x, const heed_span *s, int64_t h, int64_t i)
 {
-    return (row_bounds *)(void *)at_bytes(&x->j, x->f.bounds) + b * x->f.row_blocks + block;
+    return h * x->f.rows + (x->j.p->a.offsets_q ? s->q_row : s->b * x->j.p->Sq) + i;
+}
+
+static int64_t block_index(const backward_run *x, const heed_span *s, int64_t block)
+{
+    return (x->j.p->a.offsets_q ? s->q_row / x->f.block + s->b : s->b * x->f.row_blocks) + block;
+}
+
+static row_bounds *bounds_of(const backward_run *x, const heed_span *s, int64_t block)
+{
+    return (row_bounds *)(void *)at_bytes(&x->j, x->f.bounds) + block_index(x, s, block);
 }
 
 static void block_of_thread(backward_block *b, const backward_run *x, int thread)
@@ -136,7 +153,7 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
     const heed_problem *p = b->x->j.p;
     const heed_tensor *lse = &p->a.lse;
     source q = rows_of(p, &b->span, &p->a.q, h, p->D), d_o = rows_of(p, &b->span, &p->g.d_o, h, p->Dv);
-    const float *delta = at_bytes(&b->x->j, b->x->f.delta) + (b->span.b * p->Hq + h) * p->Sq + i0;
+    const float *delta = at_bytes(&b->x->j, b->x->f.delta) + row_index(b->x, &b->span, h, i0);
     b->h = h, b->i0 = i0;
     b->rows = HEED_MIN(b->x->f.block, b->span.rows - i0);
     b->tiles = tile_count(b->rows);
@@ -148,7 +165,7 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
                                                (b->span.q_row + i) * lse->stride[2]];
         b->delta[r] = delta[r];
         if (b->lse[r] == -INFINITY) /* saw no key: P = 0 */
-            b->lse[r] = INFINITY, b->row[r].last = b->row[r].first;
+            b->lse[r] = INFINITY, b->delta[r] = 0, b->row[r].last = b->row[r].first;
         else if (b->lse[r] - b->lse[r] != 0 || b->delta[r] - b->delta[r] != 0)
             b->finite = 0;
     }

@@ -35,10 +35,10 @@ static void bias_owned(void *context, int64_t index, int thread)
     int64_t key_block = index % columns, block = index / columns % blocks;
     int64_t h = index / columns / blocks % t->shape[1], batch = index / columns / blocks / t->shape[1];
     backward_block b;
-    double sums[BQ * BC];
-    float *dS = at_bytes(&x->j, x->f.bias) + (int64_t)thread * BQ * LDB;
+    float *dS = at_bytes(&x->j, x->f.bias) + thread * bias_room();
+    double *sums = (double *)(void *)(dS + BQ * LDB);
     int64_t col = 0, col_step = 1; /* the stride is the same for all sequences, but one without keys does not know it */
-    memset(sums, 0, sizeof sums);
+    memset(sums, 0, BQ * BC * sizeof *sums);
     block_of_thread(&b, x, thread);
     for (int64_t bi = 0; bi < p->B; bi++) {
         if (t->shape[0] != 1 && bi != batch)
@@ -55,7 +55,7 @@ static void bias_owned(void *context, int64_t index, int thread)
                 load_keys(&b, n0, n1);
                 for (int64_t hq = hk * p->G; hq < (hk + 1) * p->G; hq++)
                     for (int64_t i = one_row ? 0 : block; i < (one_row ? x->f.row_blocks : block + 1); i++) {
-                        row_bounds bounds = *bounds_of(x, bi, i);
+                        row_bounds bounds = *bounds_of(x, &b.span, i);
                         if ((t->shape[1] != 1 && hq != h) || i * x->f.block >= b.span.rows || kb < bounds.first ||
                             kb > bounds.last)
                             continue;
@@ -94,7 +94,7 @@ static void sink_owned(void *context, int64_t h, int thread)
             float l = ((const float *)
                            lse->data)[s.q_batch * lse->stride[0] + h * lse->stride[1] + (s.q_row + i) * lse->stride[2]];
             if (l != -INFINITY)
-                sum -= exp(sink - l) * at_bytes(&x->j, x->f.delta)[(b * p->Hq + h) * p->Sq + i];
+                sum -= exp(sink - l) * at_bytes(&x->j, x->f.delta)[row_index(x, &s, h, i)];
         }
     }
     ((float *)p->g.d_sink.data)[h * p->g.d_sink.stride[1]] = (float)sum;

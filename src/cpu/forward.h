@@ -9,9 +9,10 @@
  * Blocks of keys begin at multiples of BC whatever the block of rows, and a key that a row does not see adds an exact
  * zero: so a row's bits depend neither on its neighbours nor on the threads.
  *
- * Few rows against many keys (a step of decoding) would leave threads idle and K packed for nothing. Up to SPLIT_ROWS
- * rows the keys are cut into chunks of CHUNK, each an item of work with a result of its own, merged in order; and up to
- * DIRECT_ROWS rows K is not packed: each key is read once, where it lies, for all rows. */
+ * Few rows against many keys (a step of decoding) would leave threads idle and K packed for nothing. Where a sequence has
+ * at most SPLIT_ROWS rows its keys are cut into chunks of CHUNK, each an item of work with a result of its own, merged in
+ * order; and with at most DIRECT_ROWS rows K is not packed: each key is read once, where it lies, for all rows. Each
+ * sequence is judged by itself, so that its bits do not depend on the others. */
 
 #define BR (140 / MR * MR)
 #define SPLIT_ROWS 64
@@ -20,41 +21,44 @@
 
 /* Where things are in the workspace, in bytes. */
 typedef struct forward_layout {
-    int64_t rows, keys;                /* of one key head: G * Sq rows, at most this many keys after the stride */
-    int64_t row_blocks, block, splits; /* block: rows in a block, BR at most */
-    int64_t ldq, ldo;                  /* floats from row to row of Q and O */
-    int direct, v_in_place, by_head;
+    int64_t rows, keys;        /* of one key head, at most: G * Sq rows, and keys after the stride */
+    int64_t row_blocks, block; /* block: rows in a block, BR at most */
+    int64_t splits, slots;     /* chunks of the keys, at most; results of chunks for each key head, in all */
+    int64_t ldq, ldo;          /* floats from row to row of Q and O */
+    int all_direct, v_in_place, by_head;
     size_t panels, panels_stride;   /* K of one head; [threads] when by_head, else [B * Hk] */
     size_t values, values_stride;   /* V of one head, likewise, unless it is used in place */
     size_t scratch, scratch_stride; /* of one thread */
     size_t q, s, o;                 /* inside scratch */
-    size_t results, results_stride; /* O, m, l of one chunk: [B * Hk][splits] */
+    size_t results, results_stride; /* O, m, l of one chunk: [Hk][slots] */
     size_t bytes;
 } forward_layout;
 
 static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *plan)
 {
-    forward_layout f = { .rows = p->G * p->Sq, .keys = p->Sk };
+    forward_layout f = { .rows = p->G * p->Sq, .keys = p->Sk, .splits = 1 };
+    int64_t heads = p->B * p->Hk;
     if (p->a.align != HEED_ALIGN_POSITION)
         f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
-    int64_t heads = p->B * p->Hk;
-    f.splits = f.rows <= SPLIT_ROWS ? HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK) : 1;
-    f.row_blocks = f.rows <= SPLIT_ROWS ? 1 : (f.rows + BR - 1) / BR;
+    if (f.rows <= SPLIT_ROWS || p->a.lengths_q || p->a.offsets_q)
+        f.splits = HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK);
+    f.slots = p->a.offsets_k ? 2 * p->a.k.shape[2] / CHUNK + 1 : p->B * f.splits;
+    f.row_blocks = HEED_MAX(1, (f.rows + BR - 1) / BR);
     f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
     if (f.row_blocks > 1)
         f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
-    f.direct = !HEED_DOT && f.rows <= DIRECT_ROWS;
+    f.all_direct = f.rows <= DIRECT_ROWS;
     f.v_in_place = usable_in_place(p, &p->a.v, p->Dv);
     f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
-    f.ldq = units_of(p->D) + W;
+    f.ldq = HEED_MAX(units_of(p->D), round_up(p->D, W)) + W;
     f.ldo = round_up(p->Dv, W) + W;
 
     size_t used = 0, inside = 0;
     int64_t copies = f.by_head ? HEED_MIN(heads, plan->threads) : heads;
     f.panels_stride = f.values_stride = 0;
-    if (!f.direct)
+    if (!f.all_direct)
         take(&f.panels_stride, panels_size(f.keys, p->D));
-    if (!f.v_in_place && !f.direct)
+    if (!f.v_in_place && !f.all_direct)
         take(&f.values_stride, (f.keys + PER_UNIT - 1) / PER_UNIT * round_up(p->Dv, W));
     f.panels = used, used += f.panels_stride * (size_t)copies;
     f.values = used, used += f.values_stride * (size_t)copies;
@@ -66,8 +70,8 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     used += inside * (size_t)plan->threads;
 
     if (f.splits > 1) {
-        take(&f.results_stride, f.rows * (f.ldo + 2));
-        f.results = used, used += f.results_stride * (size_t)(heads * f.splits);
+        take(&f.results_stride, HEED_MIN(f.rows, SPLIT_ROWS) * (f.ldo + 2));
+        f.results = used, used += f.results_stride * (size_t)(p->Hk * f.slots);
     }
     f.bytes = used;
     return f;
@@ -85,7 +89,8 @@ typedef struct forward_block {
     left Q;
     float *room, *S, *O; /* room: for rows of Q that cannot be used where they lie */
     right K, V;          /* of key 0 */
-    direct_rows direct;  /* for few rows; direct.h */
+    int is_direct;       /* few rows: direct.h */
+    direct_rows direct;
 } forward_block;
 
 /* The value of a tile operand in the form of pack.h: weight c of a row, row n of a stacked factor. */
@@ -140,7 +145,7 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
 
     int64_t from = (first - n0) / PANEL * PANEL, to = round_up(last - n0, W);
     float *S = b->S, *O = b->O + r0 * b->f->ldo, keep[MR + W];
-    if (b->f->direct)
+    if (b->is_direct)
         direct_scores(&b->direct, S, n0, first - n0, last - n0);
     else
         multiply(S + from, LDS, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
@@ -159,18 +164,19 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
                 s[c] *= drop[c];
         }
 #if HEED_DOT
-        for (int64_t c = from; c < to; c += 2 * W) /* bf16 pairs, to the front of the row */
+        for (int64_t c = from; c < to && !b->is_direct; c += 2 * W) /* bf16 pairs, to the front of the row */
             vec_store_bf16_pair((uint16_t *)s + c, vec_load(s + c), c + W < to ? vec_load(s + c + W) : vec_zero());
 #endif
     }
 
     right V = b->V;
     int64_t width = round_up(j->p->Dv, W), skip = (first - n0) / PER_UNIT;
-    if (!b->f->direct)
+    if (!b->is_direct)
         V.data += n0 / PER_UNIT * V.ld;
-    if (j->partial && *finite < 0 && (j->p->a.mask.data || all_first > first || all_last < last))
+    int odd = PER_UNIT > 1 && ((first - n0) % 2 || ((last - n0) % 2 && last < n1)); /* a pair reaches a key beyond */
+    if (j->partial && *finite < 0 && (j->changes || odd || all_first > first || all_last < last))
         *finite = values_are_finite(b, n0, n1);
-    if (b->f->direct)
+    if (b->is_direct)
         direct_values(&b->direct, O, b->f->ldo, S, n0, first - n0, last - n0, b->started[t] ? keep : NULL,
                       *finite == 0);
     else if (*finite == 0)
@@ -215,18 +221,23 @@ static void finish_row(const forward_block *b, int64_t r, float *O, float m, flo
 static void query_rows(forward_block *b)
 {
     const heed_problem *p = b->j->p;
-    source q = rows_of(p, b->span, &p->a.q, b->rows ? b->row[0].h : 0, p->D);
+    const heed_tensor *t = &p->a.q;
+    source q = rows_of(p, b->span, t, b->rows ? b->row[0].h : 0, p->D);
     b->Q = (left){ b->room, b->f->ldq, 0 };
-    if (!b->f->direct && b->rows && b->row[b->rows - 1].h == q.head) {
+    if (!b->is_direct && b->rows && b->row[b->rows - 1].h == q.head) {
         b->Q = left_rows(&q, b->row[0].i, b->row[0].i + b->rows, b->room, b->f->ldq);
         return;
     }
     for (int64_t r = 0; r < b->rows; r++) {
         float *to = b->room + r * b->f->ldq;
-        q = rows_of(p, b->span, &p->a.q, b->row[r].h, p->D);
-        unit_row(to, &q, b->row[r].i);
-        for (int64_t u = 0; u < units_of(p->D) && b->f->direct; u += W)
-            vec_store(to + u, vec_scale_units(vec_load(to + u), vec_set1(b->j->k_scale)));
+        q = rows_of(p, b->span, t, b->row[r].h, p->D);
+        if (!b->is_direct) {
+            unit_row(to, &q, b->row[r].i);
+            continue;
+        }
+        load_row(to, t->dtype, source_row(&q, b->row[r].i), t->stride[3], p->D, round_up(p->D, W));
+        for (int64_t d = 0; d < p->D; d += W)
+            vec_store(to + d, vec_mul(vec_load(to + d), vec_set1(b->j->k_scale)));
     }
     b->direct = (direct_rows){ keys_of(p, b->span, &p->a.k, b->hk, p->D), keys_of(p, b->span, &p->a.v, b->hk, p->Dv),
                                b->room, b->f->ldq, b->rows };
@@ -238,7 +249,7 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
     const heed_problem *p = b->j->p;
     int64_t first = n1, last = n0;
     b->rows = r1 - r0;
-    b->tiles = b->f->direct ? 1 : tile_count(b->rows);
+    b->tiles = b->is_direct ? 1 : tile_count(b->rows);
     int64_t h = b->hk * p->G + (r0 ? r0 / b->span->rows : 0), i = r0 ? r0 % b->span->rows : 0;
     for (int64_t r = 0; r < b->rows; r++, i++) {
         if (i == b->span->rows)
@@ -284,6 +295,7 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     size_t scratch = x->f.scratch + x->f.scratch_stride * (size_t)thread;
     int64_t width = round_up(p->Dv, W);
     b->j = &x->j, b->f = &x->f, b->span = s, b->hk = hk;
+    b->is_direct = s->rows * p->G <= DIRECT_ROWS;
     b->room = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
     b->O = at_bytes(&x->j, scratch + x->f.o);
     b->K = (right){ at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), PANEL, PANEL * units_of(p->D) };
@@ -300,23 +312,95 @@ static void finish_block(const forward_block *b)
         finish_row(b, r, b->O + r * b->f->ldo, b->m[r], b->l[r]);
 }
 
-/* A whole key head: pack it, then all its rows while it is in the cache. */
+/* How many chunks the keys of a sequence are cut into: 1, they are not. */
+static int64_t chunks_of(const forward_run *x, const heed_span *s)
+{
+    return s->rows * x->j.p->G <= SPLIT_ROWS ? HEED_MAX(1, (s->keys + CHUNK - 1) / CHUNK) : 1;
+}
+
+/* The result of chunk 0 of a head; the others follow it. A ragged sequence has room in proportion to its length, which is
+ * enough where it has more than one chunk. */
+static float *result_of(const forward_run *x, const heed_span *s, int64_t hk)
+{
+    int64_t slot = x->j.p->a.offsets_k ? 2 * s->k_row / CHUNK : s->b * x->f.splits;
+    return at_bytes(&x->j, x->f.results + x->f.results_stride * (size_t)(hk * x->f.slots + slot));
+}
+
+/* One chunk of the keys for all rows of a head. */
+static void forward_chunk(const forward_run *x, forward_block *b, int64_t chunk)
+{
+    int64_t ldo = x->f.ldo, n0 = chunk * CHUNK, chunks = chunks_of(x, b->span);
+    forward_block_run(b, 0, b->span->rows * x->j.p->G, n0, HEED_MIN(n0 + CHUNK, b->span->keys));
+    if (chunks == 1) {
+        finish_block(b);
+        return;
+    }
+    float *result = result_of(x, b->span, b->hk) + chunk * (int64_t)(x->f.results_stride / sizeof(float));
+    for (int64_t r = 0; r < b->rows; r++) {
+        if (b->l[r] != 0 || b->m[r] != b->m[r])
+            memcpy(result + r * (ldo + 2), b->O + r * ldo, (size_t)ldo * sizeof(float));
+        result[r * (ldo + 2) + ldo] = b->m[r], result[r * (ldo + 2) + ldo + 1] = b->l[r];
+    }
+}
+
+/* The chunks of a head put together, in order. */
+static void merge_chunks(const forward_run *x, forward_block *b)
+{
+    const heed_problem *p = x->j.p;
+    int64_t ldo = x->f.ldo, chunks = chunks_of(x, b->span), step = (int64_t)(x->f.results_stride / sizeof(float));
+    float c = (x->j.changes ? 1 : x->j.s_scale) * LOG2E;
+    for (int64_t r = 0; r < b->span->rows * p->G && chunks > 1; r++) {
+        const float *part = result_of(x, b->span, b->hk) + r * (ldo + 2);
+        float m = -INFINITY, l = 0, *O = b->O;
+        memset(O, 0, (size_t)ldo * sizeof(float));
+        for (int64_t i = 0; i < chunks; i++)
+            m = part[i * step + ldo] > m || part[i * step + ldo] != part[i * step + ldo] ? part[i * step + ldo] : m;
+        for (int64_t i = 0; i < chunks; i++) {
+            const float *o = part + i * step;
+            if (o[ldo + 1] == 0 && o[ldo] == o[ldo])
+                continue;
+            float w = exp2f((o[ldo] - m) * c);
+            l += w * o[ldo + 1];
+            for (int64_t d = 0; d < p->Dv; d++)
+                O[d] += w * o[d];
+        }
+        b->row[0] = query_at(p, b->span, b->hk * p->G + r / b->span->rows, r % b->span->rows);
+        finish_row(b, 0, O, m, l);
+    }
+}
+
+/* Item `unit` of a head: a chunk of its keys, or a block of its rows, last ones first: with a causal mask they are the
+ * long ones. */
+static void forward_unit(const forward_run *x, forward_block *b, int64_t unit)
+{
+    int64_t rows = b->span->rows * x->j.p->G, r = (x->f.row_blocks - 1 - unit) * x->f.block;
+    if (rows <= SPLIT_ROWS) {
+        if (unit < chunks_of(x, b->span))
+            forward_chunk(x, b, unit);
+    } else if (unit < x->f.row_blocks && r < rows) {
+        forward_block_run(b, r, HEED_MIN(r + x->f.block, rows), 0, b->span->keys);
+        finish_block(b);
+    }
+}
+
+static int64_t units_of_head(const forward_run *x) { return HEED_MAX(x->f.row_blocks, x->f.splits); }
+
+/* Many heads: each is one item. It is packed, then all its rows use it while it is in the cache. */
 static void forward_head(void *context, int64_t index, int thread)
 {
     const forward_run *x = context;
     heed_span s;
     forward_block b;
-    int64_t hk = index % x->j.p->Hk;
     heed_span_of(x->j.p, index / x->j.p->Hk, &s);
-    pack_head(x, &s, hk, thread, 0, s.keys);
-    block_start(&b, x, &s, hk, thread, thread);
-    for (int64_t r = 0; r < s.rows * x->j.p->G; r += x->f.block) {
-        forward_block_run(&b, r, HEED_MIN(r + x->f.block, s.rows * x->j.p->G), 0, s.keys);
-        finish_block(&b);
-    }
+    block_start(&b, x, &s, index % x->j.p->Hk, thread, thread);
+    if (!b.is_direct)
+        pack_head(x, &s, b.hk, thread, 0, s.keys);
+    for (int64_t unit = 0; unit < units_of_head(x); unit++)
+        forward_unit(x, &b, unit);
+    merge_chunks(x, &b);
 }
 
-/* For all threads on few heads: first all packing ... */
+/* Few heads, several threads: first all packing ... */
 static void pack_chunk(void *context, int64_t index, int thread)
 {
     const forward_run *x = context;
@@ -324,81 +408,31 @@ static void pack_chunk(void *context, int64_t index, int thread)
     int64_t chunks = (x->f.keys + CHUNK - 1) / CHUNK, head = index / chunks, first = index % chunks * CHUNK;
     heed_span s;
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
-    if (first < s.keys)
+    if (first < s.keys && s.rows * x->j.p->G > DIRECT_ROWS)
         pack_head(x, &s, head % x->j.p->Hk, head, first, HEED_MIN(first + CHUNK, s.keys));
 }
 
-/* ... then all blocks of rows, last ones first: with a causal mask they are the long ones. */
-static void forward_rows(void *context, int64_t index, int thread)
+/* ... then all units of all heads ... */
+static void forward_item(void *context, int64_t index, int thread)
 {
     const forward_run *x = context;
     heed_span s;
     forward_block b;
-    int64_t head = index / x->f.row_blocks, r = (x->f.row_blocks - 1 - index % x->f.row_blocks) * x->f.block;
+    int64_t head = index / units_of_head(x);
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
-    if (r >= s.rows * x->j.p->G)
-        return;
     block_start(&b, x, &s, head % x->j.p->Hk, head, thread);
-    forward_block_run(&b, r, HEED_MIN(r + x->f.block, s.rows * x->j.p->G), 0, s.keys);
-    finish_block(&b);
+    forward_unit(x, &b, index % units_of_head(x));
 }
 
-/* Few rows: one chunk of the keys. */
-static void forward_chunk(void *context, int64_t index, int thread)
+/* ... then what was cut is merged. */
+static void merge_head(void *context, int64_t head, int thread)
 {
     const forward_run *x = context;
     heed_span s;
     forward_block b;
-    int64_t head = index / x->f.splits, chunk = index % x->f.splits, ldo = x->f.ldo;
-    heed_span_of(x->j.p, head / x->j.p->Hk, &s);
-    int64_t buffer = x->f.by_head ? thread : head, n0 = HEED_MIN(chunk * CHUNK, s.keys),
-            n1 = HEED_MIN(n0 + CHUNK, s.keys);
-    block_start(&b, x, &s, head % x->j.p->Hk, buffer, thread);
-    if (!x->f.direct && x->f.by_head)
-        pack_head(x, &s, b.hk, buffer, n0, n1);
-    forward_block_run(&b, 0, s.rows * x->j.p->G, n0, n1);
-    if (x->f.splits == 1) {
-        finish_block(&b);
-        return;
-    }
-    float *result = at_bytes(&x->j, x->f.results + x->f.results_stride * (size_t)index);
-    for (int64_t r = 0; r < b.rows; r++) {
-        if (b.l[r] != 0 || b.m[r] != b.m[r])
-            memcpy(result + r * (ldo + 2), b.O + r * ldo, (size_t)ldo * sizeof(float));
-        result[r * (ldo + 2) + ldo] = b.m[r], result[r * (ldo + 2) + ldo + 1] = b.l[r];
-    }
-}
-
-/* The chunks of a head put together, in order. */
-static void forward_merge(void *context, int64_t head, int thread)
-{
-    const forward_run *x = context;
-    heed_span s;
-    forward_block b;
-    int64_t ldo = x->f.ldo;
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
     block_start(&b, x, &s, head % x->j.p->Hk, 0, thread);
-    float c = (x->j.changes ? 1 : x->j.s_scale) * LOG2E;
-    for (int64_t r = 0; r < s.rows * x->j.p->G; r++) {
-        const float *part = at_bytes(&x->j, x->f.results + x->f.results_stride * (size_t)(head * x->f.splits)) +
-                            r * (ldo + 2);
-        int64_t step = (int64_t)(x->f.results_stride / sizeof(float));
-        float m = -INFINITY, l = 0, *O = b.O;
-        memset(O, 0, (size_t)ldo * sizeof(float));
-        for (int64_t i = 0; i < x->f.splits; i++)
-            m = part[i * step + ldo] > m || part[i * step + ldo] != part[i * step + ldo] ? part[i * step + ldo] : m;
-        for (int64_t i = 0; i < x->f.splits; i++) {
-            const float *o = part + i * step;
-            if (o[ldo + 1] == 0 && o[ldo] == o[ldo])
-                continue;
-            float w = exp2f((o[ldo] - m) * c);
-            l += w * o[ldo + 1];
-            for (int64_t d = 0; d < x->j.p->Dv; d++)
-                O[d] += w * o[d];
-        }
-        b.row[0] = query_at(x->j.p, &s, b.hk * x->j.p->G + r / s.rows, r % s.rows);
-        finish_row(&b, 0, O, m, l);
-    }
+    merge_chunks(x, &b);
 }
 
 /* Rows that are padding: o = 0, lse = -inf. */
@@ -419,33 +453,22 @@ static void forward_padding(void *context, int64_t index, int thread)
 
 size_t ISA(heed_forward_workspace)(const heed_problem *p, const heed_plan *plan)
 {
-#if HEED_DOT
-    if (p->G * p->Sq <= DIRECT_ROWS) /* limited by memory, where the dot product has nothing to give */
-        return heed_forward_workspace_avx512(p, plan);
-#endif
     return forward_lay_out(p, plan).bytes;
 }
 
 heed_status ISA(heed_forward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
 {
-#if HEED_DOT
-    if (p->G * p->Sq <= DIRECT_ROWS)
-        return heed_forward_avx512(p, plan, exec);
-#endif
     forward_run x = { .f = forward_lay_out(p, plan) };
     int64_t heads = p->B * p->Hk, chunks = (x.f.keys + CHUNK - 1) / CHUNK;
     job_start(&x.j, p, plan, exec);
-    if (x.f.rows <= SPLIT_ROWS) {
-        if (!x.f.direct && !x.f.by_head)
-            parallel_for(plan->threads, heads * chunks, pack_chunk, &x);
-        parallel_for(plan->threads, heads * x.f.splits, forward_chunk, &x);
-        if (x.f.splits > 1)
-            parallel_for(plan->threads, heads, forward_merge, &x);
-    } else if (x.f.by_head)
+    if (x.f.by_head)
         parallel_for(plan->threads, heads, forward_head, &x);
     else {
-        parallel_for(plan->threads, heads * chunks, pack_chunk, &x);
-        parallel_for(plan->threads, heads * x.f.row_blocks, forward_rows, &x);
+        if (!x.f.all_direct)
+            parallel_for(plan->threads, heads * chunks, pack_chunk, &x);
+        parallel_for(plan->threads, heads * units_of_head(&x), forward_item, &x);
+        if (x.f.splits > 1)
+            parallel_for(plan->threads, heads, merge_head, &x);
     }
     if (p->a.lengths_q)
         parallel_for(plan->threads, p->B * p->Hq, forward_padding, &x);

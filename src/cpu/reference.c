@@ -57,13 +57,16 @@ static void put(const heed_tensor *t, int64_t t_at, const double *values, int64_
 
 static int64_t position(const row *x) { return x->s->p0 + x->i * x->s->p_step; }
 
-/* S of row x and key n, which the band lets x see; 0 where the mask, or a score of -inf, hides the key. */
+/* S of row x and key n, which the band lets x see; 0 where the mask, or a bias or score of -inf, hides the key. */
 static int score(const row *x, int64_t n, pair *pair)
 {
     const heed_attention *a = &x->p->a;
     const heed_span *s = x->s;
     int64_t column = s->col + n * s->col_step, r = s->r0 + n * s->r_step;
     if (a->mask.data && load(&a->mask, at(&a->mask, s->b, x->h, x->i, column)) == 0)
+        return 0;
+    double bias = a->bias.data ? load(&a->bias, at(&a->bias, s->b, x->h, x->i, column)) : 0;
+    if (bias == -INFINITY)
         return 0;
 
     double S = x->p->scale * dot(&a->q, query_at(&a->q, x), &a->k, heed_key_offset(x->p, s, &a->k, x->hk, n), x->p->D);
@@ -73,8 +76,7 @@ static int score(const row *x, int64_t n, pair *pair)
         S = a->softcap * t;
         pair->cap_slope = 1 - t * t;
     }
-    if (a->bias.data)
-        S += load(&a->bias, at(&a->bias, s->b, x->h, x->i, column));
+    S += bias;
     if (a->alibi.data)
         S -= load(&a->alibi, at(&a->alibi, s->b, x->h, 0, 0)) * fabs((double)(position(x) - r));
     pair->S = S;

@@ -14,7 +14,7 @@ typedef struct job {
     const heed_problem *p;
     const heed_plan *plan;
     float k_scale; /* a power of two, or 0, with the sign of scale: goes into K as it is packed */
-    float s_scale; /* S = s_scale * (tile's product), 1 <= s_scale < 2 */
+    float s_scale; /* S = s_scale * (tile's product), at least 1 */
     int changes;   /* softcap, bias, ALiBi or mask: scores need a visit */
     int partial;   /* some rows may see keys that others do not */
     uint64_t seed;
@@ -25,16 +25,17 @@ typedef struct job {
 static void job_start(job *j, const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     const heed_attention *a = &p->a;
-    *j = (job){ .p = p, .plan = plan, .s_scale = 1, .workspace = x ? x->workspace : NULL };
-    if (a->scale != 0) { /* only a power of two, as it rounds nothing; not more than scale, lest a product overflow */
+    *j = (job){ .p = p, .plan = plan, .s_scale = 1, .workspace = x->workspace };
+    if (a->scale != 0) { /* only a power of two, as it rounds nothing; at most scale and 1, lest a product overflow */
         int exponent;
-        float fraction = frexpf(fabsf(a->scale), &exponent); /* [1/2, 1) */
-        j->s_scale = 2 * fraction;
-        j->k_scale = copysignf(ldexpf(1, exponent - 1), a->scale);
+        frexpf(a->scale, &exponent);
+        int power = HEED_MIN(exponent - 1, 0);
+        j->s_scale = ldexpf(fabsf(a->scale), -power);
+        j->k_scale = copysignf(ldexpf(1, power), a->scale);
     }
     j->changes = a->softcap > 0 || a->bias.data || a->alibi.data || a->mask.data;
-    j->partial = p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED || a->mask.data;
-    j->seed = a->dropout_seed + (a->dropout_seed_at ? *a->dropout_seed_at : 0);
+    j->partial = p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED || a->mask.data || a->bias.data;
+    j->seed = a->dropout_seed;
     j->keep_scale = 65536.0f / (float)(65536 - p->drop_below);
 }
 
@@ -77,10 +78,8 @@ static void adjust_row(const job *j, const heed_span *span, query q, float *s, f
                           : 0;
         float cap = a->softcap, per_cap = cap > 0 ? 1 / cap : 0;
         double distance = (double)(span->r0 + (n0 + first) * span->r_step) - (double)(span->p0 + q.i * span->p_step);
-        for (int64_t c = first; c < last; c++) {
-            float x = s[c] * j->s_scale;
-            s[c] = x;
-        }
+        for (int64_t c = first; c < last; c++)
+            s[c] *= j->s_scale;
         if (cap > 0)
             for (int64_t c = first; c < last; c += W) { /* the last step may run over columns that are reset below */
                 vec t = vec_tanh(vec_mul(vec_load(s + c), vec_set1(per_cap)));
@@ -90,7 +89,7 @@ static void adjust_row(const job *j, const heed_span *span, query q, float *s, f
             }
         if (a->bias.data)
             for (int64_t c = first; c < last; c++)
-                s[c] += bias[c];
+                s[c] = bias[c] == -INFINITY ? bias[c] : s[c] + bias[c]; /* hidden, also if s is NaN */
         if (alibi != 0)
             for (int64_t c = first; c < last; c++)
                 s[c] -= alibi * (float)fabs(distance + (double)((c - first) * span->r_step));
@@ -109,7 +108,9 @@ static void keep_row(const job *j, const heed_span *s, query q, float *out, int6
 {
     uint32_t words[4] = { 0 };
     int64_t p = s->p0 + q.i * s->p_step, drawn = INT64_MIN;
-    for (int64_t c = from; c < to; c++) {
+    for (int64_t c = HEED_MAX(from, s->keys - n0); c < to; c++)
+        out[c] = 0; /* beyond the last key */
+    for (int64_t c = from; c < HEED_MIN(to, s->keys - n0); c++) {
         int64_t r = s->r0 + (n0 + c) * s->r_step;
         if (r >> 3 != drawn) {
             uint32_t counter[4] = { (uint32_t)(r >> 3), (uint32_t)p, (uint32_t)q.h, (uint32_t)s->b };
