@@ -237,7 +237,7 @@ static void place(call *c)
     }
     __int128 work = 1;
     const int64_t factors[] = { c->a.q.shape[0], c->a.q.shape[1], c->a.q.shape[2], c->a.k.shape[0], c->a.k.shape[2] };
-    for (int i = 0; i < 5; i++)
+    for (int i = 0; i < 5 && work <= MAX_WORK; i++)
         work *= factors[i] > 1 ? factors[i] : 1;
     const heed_attention *a = &c->a;
     int64_t B = a->offsets_q || a->offsets_k ? a->sequences : a->q.shape[0];
@@ -294,6 +294,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     size_t workspace_bytes = 0;
     if (!checked(heed_workspace_size(&c.a, g, &c.x, &workspace_bytes)) && c.runnable)
         run(&c, workspace_bytes);
+    if (c.runnable) {
+        checked(heed_delta(&c.a.o, &c.g.d_o, &c.g.d_lse, &c.g.delta, &c.x));
+        checked(heed_merge(&c.a.o, &c.a.lse, &c.g.d_o, &c.g.d_lse, &c.x));
+    }
     for (int t = 0; t < TENSORS; t++)
         free(c.block[t]);
     return 0;

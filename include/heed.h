@@ -32,7 +32,7 @@
  *
  * Rules that hold for every call:
  *   - Every struct may be zero-initialised; zero is each field's default and its comment says what it means. New
- *     fields are added at the end, with a new major version of the library.
+ *     fields are added at the end, and the library gets a new SONAME.
  *   - Arguments are checked before anything runs. On an error the outputs are untouched, the call returns a status
  *     and heed_last_error() names the argument, what it was and what was expected.
  *   - heed allocates nothing, prints nothing, never aborts, keeps no reference to anything it was given, and any

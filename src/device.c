@@ -132,7 +132,7 @@ heed_status heed_device_of(const heed_exec *x, heed_device *d)
 #ifdef HEED_HAS_CUDA
         return heed_cuda_device(x->device, d);
 #else
-        return heed_fail(HEED_NO_DEVICE, "this build of heed has no CUDA backend");
+        return heed_fail(HEED_NO_DEVICE, "backend: is HEED_CUDA, but this build of heed has no CUDA backend");
 #endif
     }
     *d = this_machine()->cpu;

@@ -258,7 +258,8 @@ static void merge_has_its_rules(void **state)
             fail_msg("\"%s\" instead of \"%s\"", heed_last_error(), bad[i].message);
     }
     assert_memory_equal(before, m, sizeof *m);
-    assert_int_equal(heed_merge(&o, &lse, &o2, &lse2, &(heed_exec){ .backend = HEED_CUDA, .device = 1000 }), HEED_NO_DEVICE);
+    assert_int_equal(heed_merge(&o, &lse, &o2, &lse2, &(heed_exec){ .backend = HEED_CUDA, .device = 1000 }),
+                     HEED_NO_DEVICE);
     assert_int_equal(heed_merge(&o, &lse, &o2, &lse2, &x), HEED_OK);
     free(m);
     free(before);
@@ -273,7 +274,8 @@ static void delta_has_its_rules(void **state)
     heed_tensor d_lse = tensor(m->d_lse, HEED_F32, 2, 4, 3, 1), out = tensor(m->delta, HEED_F32, 2, 4, 3, 1);
     assert_int_equal(heed_delta(&o, &d_o, &d_lse, &out, &x), HEED_OK);
     assert_int_equal(heed_delta(&o, &d_o, NULL, &out, &x), HEED_OK);
-    assert_int_equal(heed_delta(&o, &d_o, NULL, &out, &(heed_exec){ .backend = HEED_CUDA, .device = 1000 }), HEED_NO_DEVICE);
+    assert_int_equal(heed_delta(&o, &d_o, NULL, &out, &(heed_exec){ .backend = HEED_CUDA, .device = 1000 }),
+                     HEED_NO_DEVICE);
     assert_int_equal(heed_delta(&o, NULL, NULL, &out, &x), HEED_BAD_ARGUMENT);
     assert_string_equal(heed_last_error(), "d_o: is NULL");
     assert_int_equal(heed_delta(&o, &d_o, NULL, &d_lse, NULL), HEED_BAD_ARGUMENT);

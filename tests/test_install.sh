@@ -21,7 +21,7 @@ expect "installed headers" "heed.h" "$(ls "$prefix/include")"
 
 lib=$(dirname "$(find "$prefix" -name libheed.so)")
 version=$(sed -n 's/^#define HEED_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' "$prefix/include/heed.h" | paste -sd.)
-expect soname "libheed.so.${version%%.*}" "$(objdump -p "$lib/libheed.so" | awk '$1 == "SONAME" { print $2 }')"
+expect soname "libheed.so.${version%.*}" "$(objdump -p "$lib/libheed.so" | awk '$1 == "SONAME" { print $2 }')"
 
 # The header and the symbol map name the same calls, and the library exports exactly those.
 declared=$(sed -n 's/^HEED_API .*[ *]\(heed_[a-z_]*\)(.*/\1/p' "$prefix/include/heed.h" | sort)

@@ -1,4 +1,4 @@
-/* spec: "NaN and Inf never spread beyond the rows that depend on them", to which the CPU and the reference hold to the
+/* NaN and Inf never spread beyond the rows that depend on them, to which the CPU and the reference hold to the
  * letter, and "|S| up to the largest float gives no NaN and no overflow". expect_close() asks for a result that is not
  * finite exactly where that of the reference is not. */
 #include "harness.h"
@@ -102,7 +102,7 @@ TEST(a_window_keeps_nan_out_on_both_sides)
     }
 }
 
-/* spec: "keys that no query of the problem may see (... off the stride) may hold anything". */
+/* Keys that no query of the problem may see may hold anything. */
 /* One query, bounds of the window at odd keys: where keys are multiplied in pairs, a pair reaches over the edge. */
 TEST(a_window_with_odd_edges_keeps_nan_out)
 {

@@ -23,7 +23,6 @@ static inline vec vec_split(vec x, vec *fraction)
     return x;                                                                   /* scalef takes the floor itself */
 }
 static inline vec vec_scale2(vec x, vec n) { return _mm512_scalef_ps(x, n); }
-static inline vec vec_iota(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 static inline vec vec_less(vec a, vec b, vec x, vec y)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);

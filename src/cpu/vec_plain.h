@@ -58,7 +58,6 @@ static inline vec vec_scale2(vec x, vec n)
         e[i] = n[i] == n[i] ? (int32_t)n[i] : 0;
     return x * (vec)((e + 127) << 23);
 }
-static inline vec vec_iota(void) { return (vec){ 0, 1, 2, 3 }; }
 /* The sum of the lanes, and the largest. */
 static inline float vec_sum(vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 /* The sums of four vectors. */

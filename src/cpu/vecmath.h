@@ -1,7 +1,6 @@
 /* Elementary functions on vectors, and rows of any dtype to and from float. */
 
 #define LOG2E 1.44269504088896341f
-#define LN2 0.693147180559945309f
 
 /* 2^x for x <= 0 or moderately above; relative error below 2e-7. x = n + f with 0 <= f < 1, and 2^f by a polynomial of
  * degree 5 that is exact at 0. 2^-inf = 0, NaN stays. */
