@@ -3,6 +3,8 @@
  * that and HEED_TEST_CASES=1 it comes back alone. */
 #include "harness.h"
 
+#include <float.h>
+
 /* Small numbers mostly, with the odd larger one. */
 static int64_t any_size(int64_t most) { return one_in(4) ? random_int(1, most) : random_int(1, HEED_MIN(most, 20)); }
 
@@ -142,7 +144,7 @@ TEST(the_reference_agrees_with_a_second_opinion)
         for (int which = 0; which < OUTPUTS; which++)
             for (int64_t at = 0; reference.at[which] && at < elements(output_of(&c, which)); at++) {
                 double x = reference.at[which][at], y = naive.at[which][at];
-                if (x != y && !(fabs(x - y) <= 1e-18 * magnitude.at[which][at] + 1e-11 * fabs(y)))
+                if (x != y && !(fabs(x - y) <= 1e-18 * magnitude.at[which][at] + 1e-11 * fabs(y) + DBL_MIN))
                     fail_msg("output %d, element %lld is %.15g, by the second opinion %.15g; %s", which, (long long)at,
                              x, y, case_text(&c));
             }
