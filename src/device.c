@@ -240,12 +240,12 @@ heed_status heed_kernel_at(int index, heed_kernel_info *info)
                                 .backward = k->pass == HEED_BACKWARD,
                                 .dtype = k->dtype,
                                 .max_head_dim = k->max_head_dim };
-    if (k->backend != HEED_CUDA)
-        info->runs_here = k->isa_or_arch <= (int)this_machine()->cpu.isa;
+    heed_device d = this_machine()->cpu;
+    char why[128];
 #ifdef HEED_HAS_CUDA
-    heed_device d;
-    if (k->backend == HEED_CUDA && heed_cuda_device_count() > 0 && !heed_cuda_device(0, &d))
-        info->runs_here = k->isa_or_arch <= d.arch;
+    if (k->backend == HEED_CUDA && (heed_cuda_device_count() == 0 || heed_cuda_device(0, &d)))
+        return HEED_OK;
 #endif
+    info->runs_here = heed_runs_on(k, &d, why, sizeof why);
     return HEED_OK;
 }

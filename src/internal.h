@@ -146,8 +146,15 @@ enum {
     HEED_USES_LENGTHS = 1 << 8, /* padded or ragged */
     HEED_USES_PAGES = 1 << 9,
     HEED_USES_UNALIGNED = 1 << 10,
-    HEED_USES_ALL = (1 << 11) - 1,
+    HEED_USES_REVERSED = 1 << 11,  /* a negative stride in q, k, v, o or a gradient of theirs */
+    HEED_USES_UNEQUAL = 1 << 12,   /* D != Dv */
+    HEED_USES_SCALE = 1 << 13,     /* a scale of zero or less: the largest q.k is then not the largest score */
+    HEED_USES_RESULTS = 1 << 14,   /* o or d_o in another type than q */
+    HEED_USES_GRADIENTS = 1 << 15, /* d_q, d_k or d_v in another type than q, or added to */
+    HEED_USES_ALL = (1 << 16) - 1,
 };
+
+#define HEED_ANY_ARCH INT32_MAX
 
 struct heed_plan;
 typedef struct heed_kernel {
@@ -155,7 +162,9 @@ typedef struct heed_kernel {
     heed_pass pass;
     heed_backend backend;
     heed_dtype dtype;
-    int isa_or_arch; /* the least heed_isa, or compute capability */
+    int isa_or_arch;     /* the least heed_isa, or compute capability */
+    int newest_arch;     /* GPU: machine code for one generation runs on none that comes after; HEED_ANY_ARCH: on all */
+    size_t shared_bytes; /* GPU: shared memory that a block may want */
     int max_head_dim;
     unsigned uses; /* the HEED_USES_ it can take */
     size_t (*workspace)(const heed_problem *p, const struct heed_plan *plan);
@@ -177,6 +186,8 @@ typedef struct heed_text {
 /* The first row that fits. Pure. Where why is not NULL, a line for each row considered goes to it. */
 heed_status heed_choose(const heed_problem *p, const heed_device *d, const char *forced, heed_plan *plan,
                         heed_text *why);
+/* Whether the device has what the kernel's code needs; if not, why. */
+int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t size);
 int heed_threads_for(const heed_device *d, double microseconds); /* of work on one thread */
 extern const heed_kernel heed_kernels[];
 extern const int heed_kernel_total;

@@ -17,41 +17,47 @@
 #define TYPE_bf16 HEED_BF16
 #define TYPE_f64 HEED_F64
 
-/* clang-format off */
-#define ROW(way, WAY, on, least, type, family, suffix, widest, takes)                                                  \
-    { .name = #way "_" family "_" #type, .pass = WAY, .backend = on, .dtype = TYPE_##type, .isa_or_arch = least,       \
-      .max_head_dim = widest, .uses = takes, .workspace = heed_##way##_workspace_##suffix,                             \
-      .launch = heed_##way##_##suffix },
-#define ROWS(...)                                                                                                      \
-    ROW(forward, HEED_FORWARD, __VA_ARGS__, HEED_MAX_HEAD_DIM, HEED_USES_ALL)                                          \
-    ROW(backward, HEED_BACKWARD, __VA_ARGS__, HEED_MAX_HEAD_DIM, HEED_USES_ALL)
-/* clang-format on */
+#define PASS_forward HEED_FORWARD
+#define PASS_backward HEED_BACKWARD
 
-#define CPU_plain(type) ROWS(HEED_CPU, HEED_ISA_PLAIN, type, "cpu_plain", plain)
+/* clang-format off */
+#define ROW(way, on, prefix, family, type, least, newest, shared, widest, takes)                                       \
+    { .name = #way prefix #family "_" #type, .pass = PASS_##way, .backend = on, .dtype = TYPE_##type,                  \
+      .isa_or_arch = least, .newest_arch = newest, .shared_bytes = shared, .max_head_dim = widest, .uses = takes,      \
+      .workspace = heed_##way##_workspace_##family, .launch = heed_##way##_##family },
+/* clang-format on */
+#define ROW_OF(...) ROW(__VA_ARGS__) /* once more, for arguments that are lists themselves */
+#define HOST_ROWS(on, prefix, family, type, isa)                                                                       \
+    ROW(forward, on, prefix, family, type, isa, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM, HEED_USES_ALL)                    \
+    ROW(backward, on, prefix, family, type, isa, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM, HEED_USES_ALL)
+
+#define CPU_plain(type) HOST_ROWS(HEED_CPU, "_cpu_", plain, type, HEED_ISA_PLAIN)
 #ifdef HEED_X86
-#define CPU_avx2(type) ROWS(HEED_CPU, HEED_ISA_AVX2, type, "cpu_avx2", avx2)
-#define CPU_avx512(type) ROWS(HEED_CPU, HEED_ISA_AVX512, type, "cpu_avx512", avx512)
-#define CPU_avx512bf16(type) ROWS(HEED_CPU, HEED_ISA_AVX512BF16, type, "cpu_avx512bf16", avx512bf16)
+#define CPU_avx2(type) HOST_ROWS(HEED_CPU, "_cpu_", avx2, type, HEED_ISA_AVX2)
+#define CPU_avx512(type) HOST_ROWS(HEED_CPU, "_cpu_", avx512, type, HEED_ISA_AVX512)
+#define CPU_avx512bf16(type) HOST_ROWS(HEED_CPU, "_cpu_", avx512bf16, type, HEED_ISA_AVX512BF16)
 #else
 #define CPU_avx2(type)
 #define CPU_avx512(type)
 #define CPU_avx512bf16(type)
 #endif
 
+/* The build says of each CUDA source whether it is compiled: HEED_HAS_forward_mma is 1 or 0. */
 #ifdef HEED_HAS_CUDA
-#define CUDA_portable(type) ROWS(HEED_CUDA, 75, type, "cuda_portable", portable)
-#define CUDA_mma(type)                                                                                                 \
-    ROW(forward, HEED_FORWARD, HEED_CUDA, 80, type, "cuda_mma", mma, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED)        \
-    ROW(backward, HEED_BACKWARD, HEED_CUDA, 80, type, "cuda_mma", mma, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED)
+#define CUDA_FORWARD(family, type) CUDA_ROW(HEED_HAS_forward_##family, forward, family, type)
+#define CUDA_BACKWARD(family, type) CUDA_ROW(HEED_HAS_backward_##family, backward, family, type)
+#define CUDA_ROW(has, ...) CUDA_ROW_IF(has, __VA_ARGS__)
+#define CUDA_ROW_IF(has, ...) CUDA_ROW_##has(__VA_ARGS__)
+#define CUDA_ROW_0(way, family, type)
+#define CUDA_ROW_1(way, family, type) ROW_OF(way, HEED_CUDA, "_cuda_", family, type, HEED_NEEDS_##way##_##family)
 #else
-#define CUDA_portable(type)
-#define CUDA_mma(type)
+#define CUDA_FORWARD(family, type)
+#define CUDA_BACKWARD(family, type)
 #endif
 
 const heed_kernel heed_kernels[] = {
 #define CPU(isa, type) CPU_##isa(type)
-#define CUDA(family, type) CUDA_##family(type)
-#define REFERENCE(type) ROWS(HEED_REFERENCE, 0, type, "reference", reference)
+#define REFERENCE(type) HOST_ROWS(HEED_REFERENCE, "_", reference, type, HEED_ISA_PLAIN)
 #include "kernels.def"
 };
 const int heed_kernel_total = (int)(sizeof heed_kernels / sizeof *heed_kernels);
@@ -60,9 +66,22 @@ const int heed_kernel_total = (int)(sizeof heed_kernels / sizeof *heed_kernels);
 
 static const char *const pass_names[] = { "forward", "backward" };
 static const char *const backend_names[] = { "CPU", "CUDA", "reference" };
-static const char *const use_names[] = { "causal or window", "key stride",  "mask",          "bias",
-                                         "softcap",          "ALiBi",       "sink",          "dropout",
-                                         "ragged lengths",   "paged cache", "unaligned rows" };
+static const char *const use_names[] = { "causal or window",
+                                         "key stride",
+                                         "mask",
+                                         "bias",
+                                         "softcap",
+                                         "ALiBi",
+                                         "sink",
+                                         "dropout",
+                                         "ragged lengths",
+                                         "paged cache",
+                                         "unaligned rows",
+                                         "negative strides",
+                                         "different head sizes of q and v",
+                                         "a scale of zero or less",
+                                         "o in another type than q",
+                                         "gradients that are added to or of another type" };
 
 __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const char *format, ...)
 {
@@ -78,9 +97,18 @@ __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const cha
 
 /* ---- What fits -------------------------------------------------------------------------------------------------- */
 
+static int is_reversed(const heed_tensor *t)
+{
+    return t->data && (t->stride[0] < 0 || t->stride[1] < 0 || t->stride[2] < 0);
+}
+
+static int differs(const heed_tensor *t, const heed_tensor *q) { return t->data && t->dtype != q->dtype; }
+
 static unsigned uses_of(const heed_problem *p)
 {
     const heed_attention *a = &p->a;
+    const heed_gradient *g = &p->g;
+    const heed_tensor *const rows[] = { &a->q, &a->k, &a->v, &a->o, &g->d_o, &g->d_q, &g->d_k, &g->d_v };
     unsigned uses = 0;
     uses |= p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED ? HEED_USES_BAND : 0;
     uses |= a->key_stride > 1 ? HEED_USES_STRIDE : 0;
@@ -93,6 +121,14 @@ static unsigned uses_of(const heed_problem *p)
     uses |= a->lengths_q || a->lengths_k || a->offsets_q || a->offsets_k ? HEED_USES_LENGTHS : 0;
     uses |= p->page ? HEED_USES_PAGES : 0;
     uses |= !p->aligned ? HEED_USES_UNALIGNED : 0;
+    for (size_t n = 0; n < sizeof rows / sizeof *rows; n++)
+        uses |= is_reversed(rows[n]) ? HEED_USES_REVERSED : 0;
+    uses |= p->D != p->Dv ? HEED_USES_UNEQUAL : 0;
+    uses |= a->scale <= 0 ? HEED_USES_SCALE : 0;
+    uses |= differs(&a->o, &a->q) || differs(&g->d_o, &a->q) ? HEED_USES_RESULTS : 0;
+    uses |= g->accumulate || differs(&g->d_q, &a->q) || differs(&g->d_k, &a->q) || differs(&g->d_v, &a->q)
+                ? HEED_USES_GRADIENTS
+                : 0;
     return uses;
 }
 
@@ -102,17 +138,31 @@ static int is_candidate(const heed_kernel *k, const heed_problem *p, const heed_
     return k->pass == p->pass && k->backend == d->backend && k->dtype == p->a.q.dtype;
 }
 
+int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t size)
+{
+    if (k->backend != HEED_CUDA && (int)d->isa < k->isa_or_arch)
+        snprintf(why, size, "needs %s, this device has %s", heed_isa_name((heed_isa)k->isa_or_arch),
+                 heed_isa_name(d->isa));
+    else if (k->backend == HEED_CUDA && d->arch < k->isa_or_arch)
+        snprintf(why, size, "needs sm_%d, this device is sm_%d", k->isa_or_arch, d->arch);
+    else if (k->backend == HEED_CUDA && d->arch > k->newest_arch)
+        snprintf(why, size, "runs on nothing newer than sm_%d, this device is sm_%d", k->newest_arch, d->arch);
+    else if (k->backend == HEED_CUDA && d->shared_bytes < k->shared_bytes)
+        snprintf(why, size, "needs %zu KB of shared memory for a block, this device has %zu", k->shared_bytes / 1024,
+                 d->shared_bytes / 1024);
+    else
+        return 1;
+    return 0;
+}
+
 /* Whether a candidate can take the problem; if not, why. */
 static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *d, char *why, size_t size)
 {
     int64_t head_dim = HEED_MAX(p->D, p->Dv);
     unsigned lacks = uses_of(p) & ~k->uses;
-    if (k->backend == HEED_CPU && (int)d->isa < k->isa_or_arch)
-        snprintf(why, size, "needs %s, this device has %s", heed_isa_name((heed_isa)k->isa_or_arch),
-                 heed_isa_name(d->isa));
-    else if (k->backend == HEED_CUDA && d->arch < k->isa_or_arch)
-        snprintf(why, size, "needs sm_%d, this device is sm_%d", k->isa_or_arch, d->arch);
-    else if (head_dim > k->max_head_dim)
+    if (!heed_runs_on(k, d, why, size))
+        return 0;
+    if (head_dim > k->max_head_dim)
         snprintf(why, size, "takes head_dim up to %d, this is %" PRId64, k->max_head_dim, head_dim);
     else if (lacks)
         snprintf(why, size, "does not take: %s", use_names[__builtin_ctz(lacks)]);

@@ -16,14 +16,24 @@ heed_status heed_cuda_device(int index, heed_device *d); /* HEED_NO_DEVICE where
 heed_status heed_merge_cuda(const heed_tensor tensors[4], const heed_exec *x);
 heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 
-/* Rows of the kernel table. */
-#define HEED_DECLARE_CUDA(family)                                                                                      \
-    size_t heed_forward_workspace_##family(const heed_problem *, const heed_plan *);                                   \
-    heed_status heed_forward_##family(const heed_problem *, const heed_plan *, const heed_exec *);                     \
-    size_t heed_backward_workspace_##family(const heed_problem *, const heed_plan *);                                  \
-    heed_status heed_backward_##family(const heed_problem *, const heed_plan *, const heed_exec *);
-HEED_DECLARE_CUDA(portable)
-HEED_DECLARE_CUDA(mma)
+/* ---- Rows of the kernel table ----------------------------------------------------------------------------------- */
+
+/* What the kernels of a family need and take, which the planner goes by: the oldest and the newest compute capability,
+ * the most shared memory that a block may want, the largest head size, features. */
+#define HEED_SHARED_SMALL (99 * 1024) /* of sm_86, 89 and 120; sm_80 has more */
+#define HEED_NEEDS_forward_portable 75, HEED_ANY_ARCH, 64 * 1024, HEED_MAX_HEAD_DIM, HEED_USES_ALL
+#define HEED_NEEDS_backward_portable 75, HEED_ANY_ARCH, 64 * 1024, HEED_MAX_HEAD_DIM, HEED_USES_ALL
+#define HEED_NEEDS_forward_mma 80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED
+#define HEED_NEEDS_backward_mma                                                                                        \
+    80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED & ~HEED_USES_RESULTS
+
+#define HEED_DECLARE_CUDA(way, family)                                                                                 \
+    size_t heed_##way##_workspace_##family(const heed_problem *, const heed_plan *);                                   \
+    heed_status heed_##way##_##family(const heed_problem *, const heed_plan *, const heed_exec *);
+HEED_DECLARE_CUDA(forward, portable)
+HEED_DECLARE_CUDA(backward, portable)
+HEED_DECLARE_CUDA(forward, mma)
+HEED_DECLARE_CUDA(backward, mma)
 
 #ifdef __cplusplus
 }

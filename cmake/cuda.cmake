@@ -1,0 +1,96 @@
+# The CUDA kernels. Makes the object libraries in heed_cuda_parts, the definitions that tell plan.c which sources are
+# compiled, and heed_cuda_text for the summary. Host code here is C++ without its run-time library; the CUDA runtime is
+# linked in, the driver found when a call asks for a device.
+
+set(HEED_CUDA AUTO CACHE STRING "Build the CUDA kernels: ON, OFF or AUTO (where there is an nvcc)")
+set_property(CACHE HEED_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(HEED_CUDA_ARCHITECTURES "" CACHE STRING
+    "What to compile the CUDA kernels for, in the terms of CMAKE_CUDA_ARCHITECTURES; empty: every chip nvcc knows")
+set(HEED_CUDA_FAMILIES "" CACHE STRING
+    "Which CUDA kernels to compile beside the portable ones, such as mma;sm90; empty: all")
+
+set(heed_cuda_parts)
+if(NOT HEED_CUDA)
+    set(heed_cuda_text "none: HEED_CUDA is OFF")
+    return()
+endif()
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+    if(NOT HEED_CUDA STREQUAL AUTO)
+        message(FATAL_ERROR "HEED_CUDA is ${HEED_CUDA}, but there is no nvcc. Add it to PATH or set CMAKE_CUDA_COMPILER")
+    endif()
+    set(heed_cuda_text "none: there is no nvcc, GPUs will not be used")
+    return()
+endif()
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+
+# Machine code of 8.0 runs on 8.6 and 8.9 and that of 10.0 on 10.3; what comes after gets the PTX of 10.0. An nvcc too
+# old for the newest chips leaves them to the PTX of the newest it knows.
+set(architectures ${HEED_CUDA_ARCHITECTURES})
+if(NOT architectures)
+    set(architectures 75-real 80-real 90a-real 100 120-real)
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+        set(architectures 75-real 80-real 90a-real 90-virtual)
+    endif()
+endif()
+
+# Which sources: forward_<family>.cu and backward_<family>.cu are rows of the kernel table, the others serve them all.
+# Those named sm90 use instructions that only sm_90a has, and run on nothing else.
+set(sources)
+set(sources_sm90)
+set(hopper ${architectures})
+list(FILTER hopper INCLUDE REGEX "^90a")
+file(GLOB all_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*.cu)
+foreach(source IN LISTS all_sources)
+    cmake_path(GET source STEM name)
+    string(REGEX REPLACE "^(forward|backward)_" "" family ${name})
+    if(family STREQUAL name)
+        list(APPEND sources ${source})
+        continue()
+    endif()
+    set(has 1)
+    if(HEED_CUDA_FAMILIES AND NOT family IN_LIST HEED_CUDA_FAMILIES AND NOT family STREQUAL portable)
+        set(has 0)
+    elseif(family MATCHES "sm90" AND NOT hopper)
+        set(has 0)
+    elseif(family MATCHES "sm90")
+        list(APPEND sources_sm90 ${source})
+    else()
+        list(APPEND sources ${source})
+    endif()
+    target_compile_definitions(heed_host PRIVATE HEED_HAS_${name}=${has})
+endforeach()
+target_compile_definitions(heed_host PRIVATE HEED_HAS_CUDA)
+
+include(CheckCompilerFlag)
+check_compiler_flag(CUDA --compress-mode=size HEED_NVCC_COMPRESSES)
+
+# What ptxas says of each kernel, its registers and spills, goes to a file beside the object: the target `registers`
+# prints it, and a test of that name fails on spills.
+function(heed_add_cuda_part name architectures)
+    add_library(${name} OBJECT ${ARGN})
+    target_include_directories(${name} PRIVATE include src)
+    target_compile_features(${name} PRIVATE cuda_std_17)
+    target_compile_options(${name} PRIVATE
+        -Xcompiler=-Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics # the statics are those of launch
+        $<$<BOOL:${HEED_WERROR}>:-Werror=all-warnings>                             # stubs, which nothing calls
+        $<$<BOOL:${HEED_NVCC_COMPRESSES}>:--compress-mode=size>
+        -Xptxas=-v)
+    set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}" CUDA_RUNTIME_LIBRARY Static
+        CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_report)
+    set(heed_cuda_parts ${heed_cuda_parts} ${name} PARENT_SCOPE)
+endfunction()
+heed_add_cuda_part(heed_cuda "${architectures}" ${sources})
+if(sources_sm90)
+    heed_add_cuda_part(heed_cuda_sm90 "${hopper}" ${sources_sm90})
+endif()
+
+add_custom_target(registers COMMAND ${PROJECT_SOURCE_DIR}/tests/test_registers.sh ${PROJECT_BINARY_DIR} VERBATIM)
+add_dependencies(registers ${heed_cuda_parts})
+list(JOIN architectures " " heed_cuda_text)
+if(HEED_CUDA_FAMILIES)
+    list(JOIN HEED_CUDA_FAMILIES " " families)
+    string(APPEND heed_cuda_text ", only portable ${families}")
+endif()
