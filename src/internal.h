@@ -146,7 +146,7 @@ enum {
     HEED_USES_LENGTHS = 1 << 8, /* padded or ragged */
     HEED_USES_PAGES = 1 << 9,
     HEED_USES_UNALIGNED = 1 << 10,
-    HEED_USES_REVERSED = 1 << 11,  /* a negative stride in q, k, v, o or a gradient of theirs */
+    HEED_USES_REVERSED = 1 << 11,  /* q, k, v, o or a gradient with strides that are negative or 2^40 bytes and more */
     HEED_USES_UNEQUAL = 1 << 12,   /* D != Dv */
     HEED_USES_SCALE = 1 << 13,     /* a scale of zero or less: the largest q.k is then not the largest score */
     HEED_USES_RESULTS = 1 << 14,   /* o or d_o in another type than q */
@@ -188,6 +188,7 @@ heed_status heed_choose(const heed_problem *p, const heed_device *d, const char 
                         heed_text *why);
 /* Whether the device has what the kernel's code needs; if not, why. */
 int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t size);
+unsigned heed_uses_of(const heed_problem *p);                    /* the HEED_USES_ of a problem */
 int heed_threads_for(const heed_device *d, double microseconds); /* of work on one thread */
 extern const heed_kernel heed_kernels[];
 extern const int heed_kernel_total;

@@ -77,7 +77,7 @@ static const char *const use_names[] = { "causal or window",
                                          "ragged lengths",
                                          "paged cache",
                                          "unaligned rows",
-                                         "negative strides",
+                                         "negative or very large strides",
                                          "different head sizes of q and v",
                                          "a scale of zero or less",
                                          "o in another type than q",
@@ -97,14 +97,19 @@ __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const cha
 
 /* ---- What fits -------------------------------------------------------------------------------------------------- */
 
+/* Strides that Hopper's copy engine cannot express. */
 static int is_reversed(const heed_tensor *t)
 {
-    return t->data && (t->stride[0] < 0 || t->stride[1] < 0 || t->stride[2] < 0);
+    const int64_t most = ((int64_t)1 << 40) / (int64_t)heed_dtype_size(t->dtype);
+    for (int d = 0; d < 3; d++)
+        if (t->data && (t->stride[d] < 0 || t->stride[d] >= most))
+            return 1;
+    return 0;
 }
 
 static int differs(const heed_tensor *t, const heed_tensor *q) { return t->data && t->dtype != q->dtype; }
 
-static unsigned uses_of(const heed_problem *p)
+unsigned heed_uses_of(const heed_problem *p)
 {
     const heed_attention *a = &p->a;
     const heed_gradient *g = &p->g;
@@ -159,7 +164,7 @@ int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t s
 static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *d, char *why, size_t size)
 {
     int64_t head_dim = HEED_MAX(p->D, p->Dv);
-    unsigned lacks = uses_of(p) & ~k->uses;
+    unsigned lacks = heed_uses_of(p) & ~k->uses;
     if (!heed_runs_on(k, d, why, size))
         return 0;
     if (head_dim > k->max_head_dim)

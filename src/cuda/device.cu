@@ -121,3 +121,20 @@ heed_status heed_cuda_args(const heed_problem *p, args *a)
     a->seed = in.dropout_seed, a->seed_at = in.dropout_seed_at;
     return HEED_OK;
 }
+
+prologue::prologue(const heed_problem *p, const heed_exec *x, size_t delta_offset)
+    : device(x->device), status(device.status)
+{
+    heed_exec at_delta = *x;
+    if (x->workspace)
+        at_delta.workspace = (char *)x->workspace + delta_offset;
+    if (!status)
+        status = heed_cuda_args(p, &a);
+    if (!status)
+        status = p->pass == HEED_FORWARD ? heed_cuda_prepare_forward(p, a, x)
+                                         : heed_cuda_prepare_backward(p, &a, &at_delta);
+    if (!status && p->pass == HEED_BACKWARD)
+        status = heed_cuda_sink_gradient(a, x);
+    if (!status && p->pass == HEED_BACKWARD)
+        status = heed_cuda_bias_gradient(a, x);
+}

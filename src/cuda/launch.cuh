@@ -71,6 +71,16 @@ heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x);
 /* backward_portable.cu: d_bias, for every family. */
 heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x);
 
+/* How every launch begins. While it lives the call's device is current; a holds the kernels' arguments, and what all
+ * families share is done or under way: rows of padding, delta, the gradients of sink and bias. status: the first error.
+ * delta_offset: where in the workspace delta may lie (heed_cuda_delta_bytes() long). */
+struct prologue {
+    on_device device;
+    args a;
+    heed_status status;
+    prologue(const heed_problem *p, const heed_exec *x, size_t delta_offset = 0);
+};
+
 inline int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 #endif

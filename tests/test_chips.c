@@ -1,0 +1,348 @@
+/* Which CUDA kernel a problem gets on every GPU that heed knows, and what the planner says about the others. Needs the
+ * kernels compiled, but no GPU: a chip is its numbers. */
+#include "harness.h"
+
+static const char *const gpus[] = { "t4",      "rtx2080", "a100", "rtx3090", "l4",
+                                    "rtx4090", "h100",    "h200", "b200",    "rtx5090" };
+
+static const heed_exec on_gpu = { .backend = HEED_CUDA };
+
+static int has_cuda_rows(void)
+{
+    for (int i = 0; i < heed_kernel_total; i++)
+        if (heed_kernels[i].backend == HEED_CUDA)
+            return 1;
+    return 0;
+}
+
+static heed_tensor shape(heed_dtype dtype, int64_t b, int64_t h, int64_t s, int64_t d)
+{
+    return (heed_tensor){ .dtype = dtype, .shape = { b, h, s, d } };
+}
+
+/* ---- The matrix of problems -------------------------------------------------------------------------------------- */
+
+typedef struct sample {
+    heed_attention a;
+    heed_gradient g;
+    heed_pass pass;
+} sample;
+
+static sample sample_new(heed_pass pass, heed_dtype dtype, int64_t D, int64_t Dv)
+{
+    sample s = { .pass = pass };
+    s.a.q = shape(dtype, 2, 4, 100, D), s.a.k = shape(dtype, 2, 2, 90, D), s.a.v = shape(dtype, 2, 2, 90, Dv);
+    s.a.o = shape(dtype, 2, 4, 100, Dv), s.a.lse = shape(HEED_F32, 2, 4, 100, 1);
+    s.g.d_o = s.a.o, s.g.d_q = s.a.q, s.g.d_k = s.a.k, s.g.d_v = s.a.v;
+    return s;
+}
+
+static void use_band(sample *s) { s->a.causal = 1; }
+static void use_stride(sample *s) { s->a.key_stride = 3; }
+static void use_mask(sample *s) { s->a.mask = shape(HEED_BOOL, 1, 1, 100, 90); }
+static void use_bias(sample *s) { s->a.bias = shape(HEED_F32, 1, 4, 100, 90); }
+static void use_softcap(sample *s) { s->a.softcap = 20; }
+static void use_alibi(sample *s) { s->a.alibi = shape(HEED_F32, 1, 4, 1, 1); }
+static void use_sink(sample *s) { s->a.sink = shape(HEED_F32, 1, 4, 1, 1); }
+static void use_dropout(sample *s) { s->a.dropout = 0.5f; }
+static void use_lengths(sample *s)
+{
+    static const int32_t lengths[2];
+    s->a.lengths_k = lengths;
+}
+static void use_unaligned(sample *s)
+{
+    const int64_t D = s->a.q.shape[3];
+    memcpy(s->a.q.stride, (int64_t[4]){ 400 * (D + 1), 100 * (D + 1), D + 1, 1 }, sizeof s->a.q.stride);
+}
+static void use_reversed(sample *s)
+{
+    const int64_t D = s->a.q.shape[3];
+    memcpy(s->a.q.stride, (int64_t[4]){ 400 * D, 100 * D, -D, 1 }, sizeof s->a.q.stride);
+}
+static void use_distance(sample *s)
+{
+    const int64_t D = s->a.q.shape[3];
+    memcpy(s->a.q.stride, (int64_t[4]){ (int64_t)1 << 40, 100 * D, D, 1 }, sizeof s->a.q.stride);
+}
+static void use_unequal(sample *s)
+{
+    s->a.v.shape[3] = s->a.o.shape[3] = s->g.d_o.shape[3] = s->g.d_v.shape[3] = s->a.q.shape[3] == 64 ? 128 : 64;
+}
+static void use_scale(sample *s) { s->a.scale = -1; }
+static void use_zero_scale(sample *s) { s->a.zero_scale = 1; }
+static void use_results(sample *s) { s->a.o.dtype = s->g.d_o.dtype = HEED_F32; }
+static void use_gradients(sample *s) { s->g.d_k.dtype = HEED_F32; }
+static void use_accumulate(sample *s)
+{
+    s->g.accumulate = 1;
+    s->g.d_q.dtype = s->g.d_k.dtype = s->g.d_v.dtype = HEED_F32;
+}
+
+static const struct feature {
+    void (*use)(sample *s);
+    unsigned bit;
+    const char *words;
+    int backward_only; /* or, for fp32 already the case */
+} features[] = {
+    { use_band, HEED_USES_BAND, "causal or window", 0 },
+    { use_stride, HEED_USES_STRIDE, "key stride", 0 },
+    { use_mask, HEED_USES_MASK, "mask", 0 },
+    { use_bias, HEED_USES_BIAS, "bias", 0 },
+    { use_softcap, HEED_USES_SOFTCAP, "softcap", 0 },
+    { use_alibi, HEED_USES_ALIBI, "ALiBi", 0 },
+    { use_sink, HEED_USES_SINK, "sink", 0 },
+    { use_dropout, HEED_USES_DROPOUT, "dropout", 0 },
+    { use_lengths, HEED_USES_LENGTHS, "ragged lengths", 0 },
+    { use_unaligned, HEED_USES_UNALIGNED, "unaligned rows", 0 },
+    { use_reversed, HEED_USES_REVERSED, "negative or very large strides", 0 },
+    { use_distance, HEED_USES_REVERSED, "negative or very large strides", 0 },
+    { use_unequal, HEED_USES_UNEQUAL, "different head sizes of q and v", 0 },
+    { use_scale, HEED_USES_SCALE, "a scale of zero or less", 0 },
+    { use_zero_scale, HEED_USES_SCALE, "a scale of zero or less", 0 },
+    { use_results, HEED_USES_RESULTS, "o in another type than q", 0 },
+    { use_gradients, HEED_USES_GRADIENTS, "gradients that are added to or of another type", 1 },
+    { use_accumulate, HEED_USES_GRADIENTS, "gradients that are added to or of another type", 1 },
+};
+
+static heed_problem check(const sample *s)
+{
+    heed_problem p;
+    if (heed_check(&s->a, s->pass == HEED_BACKWARD ? &s->g : NULL, &on_gpu, 1, &p))
+        fail_msg("%s", heed_last_error());
+    return p;
+}
+
+/* internal.h: "What a problem uses beyond plain dense attention". */
+TEST(every_feature_is_seen_in_the_problem)
+{
+    for (int pass = HEED_FORWARD; pass <= HEED_BACKWARD; pass++) {
+        sample plain = sample_new((heed_pass)pass, HEED_F16, 64, 64);
+        heed_problem p = check(&plain);
+        assert_int_equal(heed_uses_of(&p), 0);
+        for (int n = 0; n < COUNT(features); n++) {
+            if (features[n].backward_only && pass == HEED_FORWARD)
+                continue;
+            sample s = plain;
+            features[n].use(&s);
+            p = check(&s);
+            if (heed_uses_of(&p) != features[n].bit)
+                fail_msg("%s: uses %#x instead of %#x", features[n].words, heed_uses_of(&p), features[n].bit);
+        }
+    }
+}
+
+/* ---- Chips ------------------------------------------------------------------------------------------------------- */
+
+static int lines_in(const char *text)
+{
+    int lines = 0;
+    for (; (text = strchr(text, '\n')); text++)
+        lines++;
+    return lines;
+}
+
+/* The row that the planner should take, by the needs each states, and how many candidates come before it. */
+static const heed_kernel *first_that_fits(const heed_problem *p, const heed_device *d, int *before)
+{
+    *before = 0;
+    for (int i = 0; i < heed_kernel_total; i++) {
+        const heed_kernel *k = &heed_kernels[i];
+        if (k->backend != HEED_CUDA || k->pass != p->pass || k->dtype != p->a.q.dtype)
+            continue;
+        if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
+            HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses))
+            return k;
+        ++*before;
+    }
+    return NULL;
+}
+
+static void expect_plan(const char *gpu, const sample *s)
+{
+    char text[4096] = "", taken[160];
+    int before;
+    heed_device d;
+    heed_problem p = check(s);
+    const heed_gradient *g = s->pass == HEED_BACKWARD ? &s->g : NULL;
+    assert_int_equal(heed_device_named(gpu, &on_gpu, &d), HEED_OK);
+    const heed_kernel *k = first_that_fits(&p, &d, &before);
+    if (!k || heed_explain(&s->a, g, &on_gpu, gpu, text, sizeof text))
+        fail_msg("%s: nothing for %s, D %d, uses %#x: %s", gpu, heed_dtype_name(s->a.q.dtype), (int)p.D,
+                 heed_uses_of(&p), heed_last_error());
+    snprintf(taken, sizeof taken, "%s: taken, ", k->name);
+    if (!strstr(text, taken) || lines_in(text) != before + 1)
+        fail_msg("%s: \"%s\" instead of %d passed over and %s", gpu, text, before, taken);
+}
+
+/* spec: "any problem that heed.h allows runs on any GPU from sm_75 up". */
+TEST(every_gpu_gets_the_first_kernel_that_fits_whatever_the_problem)
+{
+    static const int64_t head_dims[] = { 8, 32, 64, 80, 96, 128, 160, 192, 256, 264, 512 };
+    if (!has_cuda_rows())
+        skip();
+    for (int gpu = 0; gpu < COUNT(gpus); gpu++)
+        for (int pass = HEED_FORWARD; pass <= HEED_BACKWARD; pass++)
+            for (int type = HEED_F32; type <= HEED_BF16; type++)
+                for (int d = 0; d < COUNT(head_dims); d++) {
+                    const sample plain = sample_new((heed_pass)pass, (heed_dtype)type, head_dims[d], head_dims[d]);
+                    expect_plan(gpus[gpu], &plain);
+                    for (int n = 0; n < COUNT(features); n++) {
+                        sample s = plain;
+                        features[n].use(&s);
+                        expect_plan(gpus[gpu], &s);
+                    }
+                }
+}
+
+/* The first of the families named, best first, that this build has. */
+static const char *best_of(const char *families, const char *pass, const char *type, char name[64])
+{
+    char list[64], *rest = list;
+    snprintf(list, sizeof list, "%s", families);
+    for (const char *family; (family = strtok_r(rest, " ", &rest));) {
+        snprintf(name, 64, "%s_cuda_%s_%s", pass, family, type);
+        for (int i = 0; i < heed_kernel_total; i++)
+            if (!strcmp(heed_kernels[i].name, name))
+                return name;
+    }
+    fail_msg("none of %s in %s", families, type);
+    return NULL;
+}
+
+/* Plain attention with head sizes of today's models. */
+TEST(every_generation_gets_its_family)
+{
+    static const struct {
+        const char *gpu, *f32, *f16, *bf16;
+    } expected[] = {
+        { "t4", "portable", "turing portable", "portable" },
+        { "rtx2080", "portable", "turing portable", "portable" },
+        { "a100", "portable", "mma portable", "mma portable" },
+        { "rtx3090", "portable", "mma portable", "mma portable" },
+        { "l4", "portable", "mma portable", "mma portable" },
+        { "rtx4090", "portable", "mma portable", "mma portable" },
+        { "h100", "portable", "sm90 mma portable", "sm90 mma portable" },
+        { "h200", "portable", "sm90 mma portable", "sm90 mma portable" },
+        { "b200", "portable", "mma portable", "mma portable" },
+        { "rtx5090", "portable", "mma portable", "mma portable" },
+    };
+    static const char *const passes[] = { "forward", "backward" }, *const types[] = { "f32", "f16", "bf16" };
+    if (!has_cuda_rows())
+        skip();
+    for (int n = 0; n < COUNT(expected); n++)
+        for (int pass = 0; pass < 2; pass++)
+            for (int type = HEED_F32; type <= HEED_BF16; type++)
+                for (int64_t D = 64; D <= 128; D += 64) {
+                    const char *families = type == HEED_F32   ? expected[n].f32
+                                           : type == HEED_F16 ? expected[n].f16
+                                                              : expected[n].bf16;
+                    sample s = sample_new((heed_pass)pass, (heed_dtype)type, D, D);
+                    char text[4096], name[64];
+                    assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, expected[n].gpu, text,
+                                                  sizeof text),
+                                     HEED_OK);
+                    best_of(families, passes[pass], types[type], name);
+                    strcat(name, ": taken");
+                    if (!strstr(text, name))
+                        fail_msg("%s: \"%s\" instead of %s", expected[n].gpu, text, name);
+                }
+}
+
+/* ---- Reasons ----------------------------------------------------------------------------------------------------- */
+
+TEST(a_chip_without_what_a_kernel_needs_is_told_why)
+{
+    const heed_kernel k = { .backend = HEED_CUDA, .isa_or_arch = 80, .newest_arch = 90, .shared_bytes = 160 * 1024 };
+    const struct {
+        int arch;
+        size_t shared_bytes;
+        const char *why;
+    } cases[] = {
+        { 75, 65536, "needs sm_80, this device is sm_75" },
+        { 86, 101376, "needs 160 KB of shared memory for a block, this device has 99" },
+        { 100, 232448, "runs on nothing newer than sm_90, this device is sm_100" },
+        { 90, 160 * 1024 - 1, "needs 160 KB of shared memory for a block, this device has 159" },
+        { 80, 160 * 1024, NULL },
+        { 90, 232448, NULL },
+    };
+    for (int n = 0; n < COUNT(cases); n++) {
+        const heed_device d = { .backend = HEED_CUDA, .arch = cases[n].arch, .shared_bytes = cases[n].shared_bytes };
+        char why[128] = "";
+        assert_int_equal(heed_runs_on(&k, &d, why, sizeof why), cases[n].why == NULL);
+        assert_string_equal(why, cases[n].why ? cases[n].why : "");
+    }
+}
+
+/* Forced, a row that lacks a feature says which; any row will do. */
+TEST(a_kernel_that_lacks_a_feature_says_which)
+{
+    for (int i = 0; i < heed_kernel_total; i++) {
+        const heed_kernel *k = &heed_kernels[i];
+        for (int n = 0; n < COUNT(features) && k->backend == HEED_CUDA; n++) {
+            sample s = sample_new(k->pass, k->dtype, 64, 64);
+            features[n].use(&s);
+            const heed_problem p = check(&s);
+            if (k->uses & features[n].bit || !(heed_uses_of(&p) & features[n].bit))
+                continue;
+            const heed_device d = { .backend = HEED_CUDA, .arch = k->isa_or_arch, .shared_bytes = k->shared_bytes };
+            char text[512] = "", expected[256];
+            heed_plan plan;
+            assert_int_equal(heed_choose(&p, &d, k->name, &plan, &(heed_text){ text, sizeof text, 0 }),
+                             HEED_UNSUPPORTED);
+            snprintf(expected, sizeof expected, "%s: forced, but it does not take: %s\n", k->name, features[n].words);
+            assert_string_equal(text, expected);
+        }
+    }
+}
+
+TEST(a_head_size_beyond_a_kernel_says_so)
+{
+    for (int i = 0; i < heed_kernel_total; i++) {
+        const heed_kernel *k = &heed_kernels[i];
+        if (k->backend != HEED_CUDA || k->max_head_dim == HEED_MAX_HEAD_DIM)
+            continue;
+        const sample s = sample_new(k->pass, k->dtype, k->max_head_dim + 8, 64);
+        const heed_problem p = check(&s);
+        const heed_device d = { .backend = HEED_CUDA, .arch = k->isa_or_arch, .shared_bytes = k->shared_bytes };
+        heed_plan plan;
+        char expected[256];
+        assert_int_equal(heed_choose(&p, &d, k->name, &plan, NULL), HEED_UNSUPPORTED);
+        snprintf(expected, sizeof expected, "kernel: %s takes head_dim up to %d, this is %d", k->name, k->max_head_dim,
+                 k->max_head_dim + 8);
+        assert_string_equal(heed_last_error(), expected);
+    }
+}
+
+/* A row that nothing comes before would never be passed over, and one that nothing follows must take everything. */
+TEST(the_last_row_of_each_type_takes_everything_from_turing_on)
+{
+    const heed_kernel *last[2][HEED_BF16 + 1] = { { 0 } };
+    if (!has_cuda_rows())
+        skip();
+    for (int i = 0; i < heed_kernel_total; i++)
+        if (heed_kernels[i].backend == HEED_CUDA)
+            last[heed_kernels[i].pass][heed_kernels[i].dtype] = &heed_kernels[i];
+    for (int pass = 0; pass < 2; pass++)
+        for (int type = HEED_F32; type <= HEED_BF16; type++) {
+            const heed_kernel *k = last[pass][type];
+            assert_non_null(k);
+            assert_int_equal(k->uses, HEED_USES_ALL);
+            assert_int_equal(k->max_head_dim, HEED_MAX_HEAD_DIM);
+            assert_true(k->isa_or_arch <= 75 && k->newest_arch == HEED_ANY_ARCH && k->shared_bytes <= 65536);
+        }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_feature_is_seen_in_the_problem),
+        cmocka_unit_test(every_gpu_gets_the_first_kernel_that_fits_whatever_the_problem),
+        cmocka_unit_test(every_generation_gets_its_family),
+        cmocka_unit_test(a_chip_without_what_a_kernel_needs_is_told_why),
+        cmocka_unit_test(a_kernel_that_lacks_a_feature_says_which),
+        cmocka_unit_test(a_head_size_beyond_a_kernel_says_so),
+        cmocka_unit_test(the_last_row_of_each_type_takes_everything_from_turing_on),
+    };
+    return RUN_TESTS(tests);
+}
