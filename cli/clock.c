@@ -17,6 +17,12 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
+double median(double *values, int count)
+{
+    qsort(values, (size_t)count, sizeof *values, ascending);
+    return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
+}
+
 double median_seconds(int (*call)(void *), void *argument, double min_time)
 {
     enum { MOST = 4096, LEAST = 5 };
@@ -35,6 +41,5 @@ double median_seconds(int (*call)(void *), void *argument, double min_time)
             return -1;
         taken[runs++] = now_seconds() - before;
     }
-    qsort(taken, (size_t)runs, sizeof *taken, ascending);
-    return runs % 2 ? taken[runs / 2] : (taken[runs / 2 - 1] + taken[runs / 2]) / 2;
+    return median(taken, runs);
 }

@@ -30,12 +30,27 @@ typedef struct line {
     double us, gflops, gbytes; /* gbytes: a second, 0 where it says nothing */
 } line;
 
-static const sizes usual[] = {
+/* Without --shape; a GPU needs more work to be filled. Widths of 2048 there, as models of some billion weights have. */
+static const sizes usual_cpu[] = {
     { 1, 1, 1, 128, 128, 32, 32 },     { 2, 8, 8, 64, 64, 64, 64 },     { 2, 8, 8, 77, 77, 64, 64 },
     { 4, 12, 12, 128, 128, 64, 64 },   { 2, 16, 16, 256, 256, 64, 64 }, { 1, 8, 8, 1024, 1024, 64, 64 },
     { 1, 8, 8, 1024, 1024, 128, 128 }, { 1, 4, 4, 4096, 4096, 64, 64 }, { 1, 4, 4, 4096, 4096, 128, 128 },
     { 1, 2, 2, 2048, 2048, 256, 256 }, { 1, 32, 8, 1, 4096, 128, 128 }, { 1, 32, 8, 1, 32768, 128, 128 },
 };
+static const sizes usual_gpu[] = {
+    { 1, 1, 1, 128, 128, 32, 32 },       { 16, 32, 32, 512, 512, 64, 64 },   { 4, 32, 32, 2048, 2048, 64, 64 },
+    { 1, 32, 32, 8192, 8192, 64, 64 },   { 16, 16, 16, 512, 512, 128, 128 }, { 4, 16, 16, 2048, 2048, 128, 128 },
+    { 1, 16, 16, 8192, 8192, 128, 128 }, { 1, 8, 8, 8192, 8192, 256, 256 },  { 8, 32, 8, 1, 8192, 128, 128 },
+};
+
+static int on_gpu(const answers *given) { return how_exec(&given->h, 0, HEED_F32).backend == HEED_CUDA; }
+
+static int usual_count(const answers *given)
+{
+    return (int)(on_gpu(given) ? sizeof usual_gpu / sizeof *usual_gpu : sizeof usual_cpu / sizeof *usual_cpu);
+}
+
+static sizes usual(const answers *given, int index) { return on_gpu(given) ? usual_gpu[index] : usual_cpu[index]; }
 
 /* ---- Verified on a sample --------------------------------------------------------------------------------------- */
 
@@ -157,6 +172,13 @@ static double pairs_of(const workload *w)
 static int run_forward(void *w) { return workload_forward(w); }
 static int run_backward(void *w) { return workload_backward(w); }
 
+static double seconds_of(workload *w, int backward, double min_time)
+{
+    if (w->x.backend == HEED_CUDA)
+        return gpu_seconds(&w->a, &w->g, backward ? NULL : &w->x, backward ? &w->x : NULL, min_time);
+    return median_seconds(backward ? run_backward : run_forward, w, min_time);
+}
+
 /* The name before ": taken" in what the planner says. */
 static void name_kernel(const workload *w, int backward, char name[64])
 {
@@ -183,9 +205,9 @@ static int measure(const answers *given, workload *w, line *l)
     if (!good)
         return complain(EXIT_FAILED, "%s: wrong result, not timed; see heed check", l->kernel);
 
-    double seconds = median_seconds(l->backward ? run_backward : run_forward, w, given->min_time);
+    double seconds = seconds_of(w, l->backward, given->min_time);
     if (seconds < 0)
-        return complain(EXIT_FAILED, "%s: %s", l->kernel, heed_last_error());
+        return complain(EXIT_FAILED, "%s: %s", l->kernel, gpu_error() ? gpu_error() : heed_last_error());
     const sizes *n = &l->n;
     double work = 2 * (double)(n->B * n->Hq) * pairs_of(w) * (double)(n->D + n->Dv) * (l->backward ? 2.5 : 1);
     double bytes = (double)(n->B * n->Hk * (n->D + n->Dv)) * pairs_of(w) * (double)element_size(l->dtype);
@@ -200,9 +222,9 @@ static int measure(const answers *given, workload *w, line *l)
 static heed_device_info device_of(const answers *given)
 {
     heed_device_info d;
-    if (heed_device_at(HEED_CPU, 0, &d))
+    if (heed_device_at(on_gpu(given) ? HEED_CUDA : HEED_CPU, 0, &d))
         d = (heed_device_info){ .name = "unknown" };
-    d.threads = given->h.threads ? given->h.threads : d.threads;
+    d.threads = on_gpu(given) ? 0 : given->h.threads ? given->h.threads : d.threads;
     return d;
 }
 
@@ -219,8 +241,10 @@ static void print_head(const answers *given, format f)
                given->r.causal ? "true" : "false", (long long)(given->r.stride ? given->r.stride : 1));
     }
     if (f == TABLE) {
-        printf("%s, %d thread%s, heed %s%s", d.name, threads, threads == 1 ? "" : "s", heed_version_string(),
-               given->r.causal ? ", causal" : "");
+        printf("%s, ", d.name);
+        if (threads)
+            printf("%d thread%s, ", threads, threads == 1 ? "" : "s");
+        printf("heed %s%s", heed_version_string(), given->r.causal ? ", causal" : "");
         if (given->r.stride > 1)
             printf(", stride %lld", (long long)given->r.stride);
         printf("\nFLOP = 4 B H Sq Sk D forward, 2.5 times that backward; half for causal, 1/N for stride N\n\n");
@@ -284,12 +308,16 @@ static int bench_shape(const answers *given, sizes n, heed_dtype dtype, format f
 static int bench(const answers *given)
 {
     format f = given->json ? JSON : given->csv ? CSV : TABLE;
-    int shapes = given->shapes.count ? given->shapes.count : (int)(sizeof usual / sizeof *usual), lines = 0, code = 0;
+    int shapes = given->shapes.count ? given->shapes.count : usual_count(given), lines = 0, code = 0;
+    heed_device_info device;
+    heed_status status = on_gpu(given) ? heed_device_at(HEED_CUDA, 0, &device) : HEED_OK;
+    if (status)
+        return complain_status(status);
     print_head(given, f);
     for (int d = 0; d <= (int)HEED_F64 && !code; d++)
         for (int i = 0; i < shapes && !code && (given->dtypes >> d & 1); i++) {
             answers one = *given;
-            sizes n = given->shapes.count ? size_at(&given->shapes, i) : usual[i];
+            sizes n = given->shapes.count ? size_at(&given->shapes, i) : usual(given, i);
             if (!given->shapes.count && n.Sq == 1)
                 one.passes &= FORWARD; /* decoding has no backward */
             if (one.passes)
@@ -340,15 +368,17 @@ int command_bench(int argc, char **argv)
         .usage = "[options]",
         .text = "Times attention on random inputs and prints one table: the median of repeated runs after a warm-up,\n"
                 "each result verified on a sample of rows and keys first. FLOP = 4 B H Sq Sk D forward, 2.5 times\n"
-                "that backward, half of it for causal. Without --shape, a list from 64 to 32768 keys.\n",
+                "that backward, half of it for causal. Without --shape, a list from 64 to 32768 keys. On a GPU times\n"
+                "are between CUDA events, and copies are not counted.\n",
         .examples = "  heed bench --threads 1\n"
                     "  heed bench --shape 1,8,1024,64 --shape 1,8,1024,128 --dtype fp32,bf16 --causal\n"
                     "  heed bench --shape 1,32,4096,128 --heads-k 8 --sq 1 --pass forward   one query, with GB/s\n"
-                    "  heed bench --shape 4,8,512,64 --stride 2 --csv >bench.csv\n",
+                    "  heed bench --shape 4,8,512,64 --stride 2 --csv >bench.csv\n"
+                    "  heed bench --backend cuda --causal\n",
     };
     static const option_row rows[] = {
         { "dtype", 0, "TYPES", read_dtypes, offsetof(answers, dtypes),
-          "fp32 (default), fp16, bf16, fp64; several with commas" },
+          "fp32 (default), fp16, bf16, fp64; several with commas;\non a GPU bf16 is the default" },
         { "pass", 0, "PASS", read_pass, offsetof(answers, passes),
           "forward, backward or both (default: a line for each)" },
         { "min-time", 0, "S", read_time, offsetof(answers, min_time), "seconds to repeat each for; default 0.3" },
@@ -356,7 +386,7 @@ int command_bench(int argc, char **argv)
         { "json", 0, NULL, read_flag, offsetof(answers, json), "the rows as JSON" },
         { NULL, 0, NULL, NULL, 0, NULL },
     };
-    answers given = { .dtypes = 1u << HEED_F32, .passes = FORWARD | BACKWARD, .min_time = 0.3, .h = how_default() };
+    answers given = { .passes = FORWARD | BACKWARD, .min_time = 0.3, .h = how_default() };
     const option_group groups[] = {
         { "Options", rows, &given },
         { "Sizes", size_rows, &given.shapes },
@@ -372,5 +402,7 @@ int command_bench(int argc, char **argv)
         return complain(EXIT_USAGE, "--heads-k, --sq, --sk and --dv need a --shape");
     if (given.csv && given.json)
         return complain(EXIT_USAGE, "--csv and --json contradict each other");
+    if (!given.dtypes)
+        given.dtypes = 1u << (on_gpu(&given) ? HEED_BF16 : HEED_F32);
     return bench(&given);
 }

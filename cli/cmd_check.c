@@ -192,7 +192,8 @@ static void check_kernel(const checker *c, score *s, workload *w, const yardstic
     if (!status)
         judge(s, w, y, problem);
     else if (!s->failures++)
-        snprintf(s->failed, sizeof s->failed, "%s: %s: %s", problem, heed_status_name(status), heed_last_error());
+        snprintf(s->failed, sizeof s->failed, "%s: %s: %s", problem, heed_status_name(status),
+                 gpu_error() ? gpu_error() : heed_last_error());
     s->cases++;
 }
 
@@ -254,8 +255,7 @@ static void choose_kernels(checker *c)
 {
     heed_kernel_info k;
     for (int i = 0; !heed_kernel_at(i, &k) && c->kernels < MOST_KERNELS; i++)
-        if (k.runs_here && k.backend != HEED_CUDA && k.dtype != HEED_F64 &&
-            (!c->given->kernel || strstr(k.name, c->given->kernel)))
+        if (k.runs_here && k.dtype != HEED_F64 && (!c->given->kernel || strstr(k.name, c->given->kernel)))
             c->scores[c->kernels++].kernel = k;
 }
 

@@ -275,9 +275,10 @@ static int write_all(const job *j)
 static int compute_pass(const job *j, const heed_gradient *g)
 {
     heed_exec x = how_exec(&j->given->h, g != NULL, j->dtype);
-    heed_status status = heed_workspace_size(&j->a, g, &x, &x.workspace_bytes);
-    if (status)
-        return complain_status(status);
+    heed_status status = x.backend == HEED_CUDA ? gpu_run(&j->a, g, &x)
+                                                : heed_workspace_size(&j->a, g, &x, &x.workspace_bytes);
+    if (status || x.backend == HEED_CUDA)
+        return status ? complain_status(status) : 0;
     x.workspace_bytes = (x.workspace_bytes + 127) / 64 * 64; /* never 0 */
     if (!(x.workspace = aligned_alloc(64, x.workspace_bytes)))
         return complain(EXIT_FAILED, "no memory for a workspace of %zu bytes", x.workspace_bytes);

@@ -49,7 +49,7 @@ int complain(int code, const char *format, ...)
 int complain_status(heed_status status)
 {
     return complain(status == HEED_BAD_ARGUMENT ? EXIT_USAGE : EXIT_FAILED, "%s: %s", heed_status_name(status),
-                    heed_last_error());
+                    gpu_error() ? gpu_error() : heed_last_error());
 }
 
 /* A full disk or a closed pipe shows up only here; results that were lost are not a success. */

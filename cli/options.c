@@ -197,8 +197,10 @@ const char *read_backend(void *to, const char *text)
         h->backend = HEED_CPU;
     else if (!strcmp(text, "reference"))
         h->backend = HEED_REFERENCE;
+    else if (!strcmp(text, "cuda"))
+        h->backend = HEED_CUDA;
     else
-        return "cpu or reference";
+        return "cpu, cuda or reference";
     return NULL;
 }
 
@@ -285,7 +287,7 @@ void rules_apply(const rules *r, heed_attention *a)
 /* ---- How to run it ---------------------------------------------------------------------------------------------- */
 
 const option_row how_rows[] = {
-    { "backend", 0, "NAME", read_backend, 0, "cpu (default) or reference: plain loops in double" },
+    { "backend", 0, "NAME", read_backend, 0, "cpu (default), cuda, or reference: plain loops in double" },
     { "kernel", 0, "NAME", read_text, offsetof(how, kernel), "force this kernel for its pass; heed info lists them" },
     { "threads", 0, "N", read_int, offsetof(how, threads), "at most N threads; default: OMP_NUM_THREADS, or all" },
     { NULL, 0, NULL, NULL, 0, NULL },

@@ -329,12 +329,16 @@ void workload_use(workload *w, const heed_exec *x)
 
 heed_status workload_forward(workload *w)
 {
+    if (w->x.backend == HEED_CUDA)
+        return gpu_run(&w->a, NULL, &w->x);
     heed_status status = make_room(w, NULL);
     return status ? status : heed_forward(&w->a, &w->x);
 }
 
 heed_status workload_backward(workload *w)
 {
+    if (w->x.backend == HEED_CUDA)
+        return gpu_run(&w->a, &w->g, &w->x);
     heed_status status = make_room(w, &w->g);
     return status ? status : heed_backward(&w->a, &w->g, &w->x);
 }

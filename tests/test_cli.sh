@@ -88,7 +88,7 @@ expect 2 run --scale nan; says err "is not a number"
 expect 2 run --seed -1; says err "2^64"
 expect 2 run --align middle; says err "top-left or bottom-right"
 expect 2 run --layout dsbh; says err "bhsd or bshd"
-expect 2 run --backend tpu; says err "cpu or reference"
+expect 2 run --backend tpu; says err "cpu, cuda or reference"
 expect 2 explain --shape 1,1,1,1 --with glue; says err "a list of mask"
 
 # ---- demo ----------------------------------------------------------------------------------------------------------
@@ -111,7 +111,9 @@ dV -0.0712795 -0.00727661 -0.00910686
 dV -0.0345493 -0.0283635 0.00945967
 dV -0.0471181 0.000656001 -0.015904
 END
-for backend in cpu reference; do
+backends='cpu reference'
+"$heed" demo --backend cuda >out 2>err </dev/null && backends="$backends cuda" # where there is a GPU
+for backend in $backends; do
     expect 0 demo --threads 1 --backend $backend; says out "forward "; says out "backward "; says out "both "
     says out "largest difference from the fp64 reference"
     checks=$((checks + 1))
@@ -237,6 +239,28 @@ unset HEED_KERNEL
 expect 2 bench --shape 1,2,40,32 --kernel no_such_kernel --pass forward; says err no_such_kernel
 "$heed" info >/dev/full 2>err; code=$?
 [ $code -eq 1 ] || fail "a full disk is not an error"
+
+# ---- A GPU, where there is one -------------------------------------------------------------------------------------
+
+case $backends in
+*cuda*)
+    expect 0 demo; says out "by CUDA events"
+    expect 0 info; says out "multiprocessors"
+    expect 0 explain --shape 2,8,512,64 --backend cuda --dtype bf16; says out "forward_cuda_"
+    expect 0 check --quick --kernel cuda; says out "forward_cuda_portable_f32"; says out " ok"
+    expect 0 bench --backend cuda --shape 1,2,64,32 --min-time 0.01; says out "backward_cuda_"
+    expect 0 run $qkv -o o.npy --backend cuda
+    [ "$(floats o.npy 1)" = 2 ] || fail "o is $(floats o.npy 1), expected 2 from the GPU"
+    ;;
+*)
+    for command in "demo" "bench --shape 1,2,64,32" "run $qkv -o nothing.npy" "explain --shape 1,2,64,32"; do
+        # shellcheck disable=SC2086
+        expect 1 $command --backend cuda; says err "no device: "; silent out
+    done
+    expect 0 demo; says out "no CUDA device"
+    ;;
+esac
+expect 2 check --kernel cuda_tpu; says err "no kernel that runs here"
 
 # ---- NumPy ---------------------------------------------------------------------------------------------------------
 
