@@ -10,12 +10,13 @@
 
 enum { ALIGNMENT = 256, MOST_PARTS = 24 };
 
-/* A stretch of the host's memory that a pointer of the call points into. */
+/* A stretch of the host's memory that a pointer of the call points into, and its copy on the GPU. Each has an allocation
+ * of its own, so that compute-sanitizer sees where a kernel leaves it. */
 typedef struct part {
-    void *pointer;    /* where in the call that pointer is */
-    char *host;       /* the stretch */
-    size_t bytes, at; /* its length, and where in the GPU's block it goes */
-    size_t inside;    /* from its beginning to what the pointer points to */
+    void *pointer; /* where in the call that pointer is */
+    char *host, *there;
+    size_t bytes;
+    size_t inside; /* from its beginning to what the pointer points to */
     int is_result;
 } part;
 
@@ -25,8 +26,7 @@ typedef struct gpu_call {
     heed_exec x[2]; /* of the forward and of the backward */
     part parts[MOST_PARTS];
     int count;
-    size_t bytes;
-    char *memory;
+    void *workspace;
 } gpu_call;
 
 static char trouble[256];
@@ -43,12 +43,9 @@ static heed_status failed(cudaError_t error, const char *doing)
 
 /* ---- Where everything goes --------------------------------------------------------------------------------------- */
 
-/* Addresses keep their remainder by ALIGNMENT, so that a tensor is as well aligned there as here. */
 static void place(gpu_call *c, void *pointer, char *host, size_t bytes, size_t inside, int is_result)
 {
-    size_t at = (c->bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + (uintptr_t)host % ALIGNMENT;
-    c->parts[c->count++] = (part){ pointer, host, bytes, at, inside, is_result };
-    c->bytes = at + bytes;
+    c->parts[c->count++] = (part){ pointer, host, NULL, bytes, inside, is_result };
 }
 
 static void place_tensor(gpu_call *c, heed_tensor *t, int is_result)
@@ -93,16 +90,15 @@ static void place_all(gpu_call *c)
 
 /* ---- There and back ---------------------------------------------------------------------------------------------- */
 
-static heed_status copy_there(gpu_call *c)
+/* Addresses keep their remainder by ALIGNMENT, so that a tensor is as well aligned there as here. */
+static heed_status copy_there(part *p)
 {
-    heed_status status = failed(cudaMalloc((void **)&c->memory, c->bytes + 1), "asking for memory of the GPU");
-    for (int i = 0; i < c->count && !status; i++) {
-        const part *p = &c->parts[i];
-        void *there = c->memory + p->at + p->inside;
-        memcpy(p->pointer, &there, sizeof there);
-        status = failed(cudaMemcpy(c->memory + p->at, p->host, p->bytes, cudaMemcpyHostToDevice), "copying to the GPU");
-    }
-    return status;
+    size_t shift = (uintptr_t)p->host % ALIGNMENT;
+    heed_status status = failed(cudaMalloc((void **)&p->there, shift + p->bytes + !p->bytes),
+                                "asking for the GPU's memory");
+    char *start = p->there + shift, *target = start + p->inside;
+    memcpy(p->pointer, &target, sizeof target);
+    return status ? status : failed(cudaMemcpy(start, p->host, p->bytes, cudaMemcpyHostToDevice), "copying to the GPU");
 }
 
 static heed_status copy_back(const gpu_call *c)
@@ -111,10 +107,18 @@ static heed_status copy_back(const gpu_call *c)
     for (int i = 0; i < c->count && !status; i++) {
         const part *p = &c->parts[i];
         if (p->is_result)
-            status = failed(cudaMemcpy(p->host, c->memory + p->at, p->bytes, cudaMemcpyDeviceToHost),
+            status = failed(cudaMemcpy(p->host, p->there + (uintptr_t)p->host % ALIGNMENT, p->bytes,
+                                       cudaMemcpyDeviceToHost),
                             "copying from the GPU");
     }
     return status;
+}
+
+static void end(gpu_call *c)
+{
+    for (int i = 0; i < c->count; i++)
+        cudaFree(c->parts[i].there);
+    cudaFree(c->workspace);
 }
 
 /* A call whose tensors are in the GPU's memory. Either pass may be absent. */
@@ -137,13 +141,13 @@ static heed_status start(gpu_call *c, const heed_attention *a, const heed_gradie
     if (status)
         return status;
     place_all(c);
-    size_t workspace = (c->bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    c->bytes = workspace + most;
-    if ((status = copy_there(c)))
-        return status;
+    for (int i = 0; i < c->count && !status; i++)
+        status = copy_there(&c->parts[i]);
+    if (!status && most)
+        status = failed(cudaMalloc(&c->workspace, most), "asking for a workspace");
     for (int i = 0; i < 2; i++)
-        c->x[i].workspace = c->memory + workspace, c->x[i].workspace_bytes = most;
-    return HEED_OK;
+        c->x[i].workspace = c->workspace, c->x[i].workspace_bytes = most;
+    return status;
 }
 
 static heed_status run(gpu_call *c, int forward, int backward)
@@ -160,7 +164,7 @@ heed_status gpu_run(const heed_attention *a, const heed_gradient *g, const heed_
         status = run(&c, !g, g != NULL);
     if (!status)
         status = copy_back(&c);
-    cudaFree(c.memory);
+    end(&c);
     return status;
 }
 
@@ -214,7 +218,7 @@ double gpu_seconds(const heed_attention *a, const heed_gradient *g, const heed_e
     for (int i = 0; i <= BATCH; i++)
         if (t.events[i])
             cudaEventDestroy(t.events[i]);
-    cudaFree(t.c.memory);
+    end(&t.c);
     return status ? -1 : median(taken, count);
 }
 

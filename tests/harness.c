@@ -1,10 +1,6 @@
 /* Problems and their memory, and how to run them; compare.c judges the results. harness.h says what is what. */
 #include "harness.h"
 
-#ifdef HEED_HAS_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #if defined(__SANITIZE_ADDRESS__)
 #define POISON(p, n) __asan_poison_memory_region(p, n)
 #define UNPOISON(p, n) __asan_unpoison_memory_region(p, n)
@@ -107,42 +103,6 @@ static const char *kernel_for(const test_case *c, heed_pass pass)
 
 /* ---- Memory ----------------------------------------------------------------------------------------------------- */
 
-/* Where there is a GPU, memory that it reads and writes at the same addresses as the CPU, and calls that return when
- * the work is done, so that no test has to know which backend it runs on. */
-#ifdef HEED_HAS_CUDA
-static int has_device(void)
-{
-    static int known, count;
-    if (!known) {
-        known = 1;
-        setenv("CUDA_LAUNCH_BLOCKING", "1", 1);
-        if (cudaGetDeviceCount(&count))
-            count = 0;
-    }
-    return count > 0;
-}
-
-static void *block_new(size_t bytes)
-{
-    void *block = NULL;
-    if (!has_device())
-        return aligned_alloc(64, bytes);
-    return cudaMallocHost(&block, bytes) ? NULL : block;
-}
-
-static void block_free(void *block)
-{
-    if (has_device())
-        cudaFreeHost(block);
-    else
-        free(block);
-}
-#else
-static void *block_new(size_t bytes) { return aligned_alloc(64, bytes); }
-
-static void block_free(void *block) { free(block); }
-#endif
-
 static test_buffer buffer_new(size_t bytes, size_t offset)
 {
     test_buffer b = { .bytes = bytes, .block_bytes = bytes + offset + 2 * GUARD };
@@ -159,7 +119,7 @@ static test_buffer buffer_new(size_t bytes, size_t offset)
 static void buffer_free(test_buffer *b)
 {
     UNPOISON(b->block, b->block_bytes);
-    block_free(b->block);
+    block_free(b->block, b->block_bytes);
 }
 
 static int all_unwritten(const unsigned char *bytes, size_t count)
@@ -534,30 +494,59 @@ const char *case_text(const test_case *c)
 
 /* ---- Running ---------------------------------------------------------------------------------------------------- */
 
-heed_status case_try(test_case *c, heed_pass pass)
+static struct {
+    const char *name;
+    int64_t runs;
+} counted[256];
+
+static void count_run(const char *kernel)
+{
+    int n = 0;
+    while (n < COUNT(counted) - 1 && counted[n].name && strcmp(counted[n].name, kernel) != 0)
+        n++;
+    counted[n].name = kernel;
+    counted[n].runs++;
+}
+
+int64_t runs_of(const char *kernel)
+{
+    for (int n = 0; n < COUNT(counted) && counted[n].name; n++)
+        if (strcmp(counted[n].name, kernel) == 0)
+            return counted[n].runs;
+    return 0;
+}
+
+heed_status case_exec(const test_case *c, heed_pass pass, heed_exec *x)
 {
     const heed_gradient *g = pass == HEED_BACKWARD ? &c->g : NULL;
-    heed_exec x = c->x;
-    x.kernel = kernel_for(c, pass);
-    heed_status status = heed_workspace_size(&c->a, g, &x, &x.workspace_bytes);
+    *x = c->x;
+    x->kernel = kernel_for(c, pass);
+    heed_status status = heed_workspace_size(&c->a, g, x, &x->workspace_bytes);
     if (status == HEED_UNSUPPORTED) { /* the row does not take this problem: whichever does */
-        x.kernel = NULL;
-        status = heed_workspace_size(&c->a, g, &x, &x.workspace_bytes);
+        x->kernel = NULL;
+        status = heed_workspace_size(&c->a, g, x, &x->workspace_bytes);
     }
+    return status;
+}
+
+heed_status case_try(test_case *c, heed_pass pass)
+{
+    heed_exec x;
+    heed_status status = case_exec(c, pass, &x);
     if (status)
         return status;
     test_buffer workspace = buffer_new(x.workspace_bytes, 0);
     x.workspace = workspace.data;
-    status = g ? heed_backward(&c->a, g, &x) : heed_forward(&c->a, &x);
-#ifdef HEED_HAS_CUDA
-    cudaError_t error = has_device() ? cudaDeviceSynchronize() : cudaSuccess;
-    if (error)
-        fail_msg("CUDA: %s; %s", cudaGetErrorString(error), case_text(c));
-#endif
+    status = pass == HEED_BACKWARD ? heed_backward(&c->a, &c->g, &x) : heed_forward(&c->a, &x);
+    const char *trouble = gpu_finish();
+    if (trouble)
+        fail_msg("CUDA: %s; %s", trouble, case_text(c));
     int intact = guards_intact(&workspace);
     buffer_free(&workspace);
     if (!intact)
         fail_msg("%s wrote outside its workspace of %zu bytes; %s", x.kernel, x.workspace_bytes, case_text(c));
+    if (x.kernel)
+        count_run(x.kernel);
     return status;
 }
 

@@ -13,6 +13,7 @@
  * HEED_TEST_SEED    seed of all random numbers; every program prints the one it used
  * HEED_TEST_KERNEL  only the rows of the kernel table whose name contains this
  * HEED_TEST_CASES   how many problems test_random tries
+ * HEED_TEST_SECONDS how long it does, in place of a number of problems
  */
 #ifndef HEED_HARNESS_H
 #define HEED_HARNESS_H
@@ -134,9 +135,20 @@ heed_tensor slice(heed_tensor t, int dimension, int64_t first, int64_t step, int
 /* Through the public calls, with a workspace of exactly the size asked for. The kernel is the case's own row for its
  * pass, and the row of the same family for the other pass. */
 heed_status case_try(test_case *c, heed_pass pass);
-void case_forward(test_case *c); /* fails the test unless HEED_OK, or where a guard or a gap was written */
+heed_status case_exec(const test_case *c, heed_pass pass, heed_exec *x); /* all but the workspace, whose size it says */
+int64_t runs_of(const char *kernel); /* how often this row itself ran, not one in its place */
+void case_forward(test_case *c);     /* fails the test unless HEED_OK, or where a guard or a gap was written */
 void case_backward(test_case *c);
 void case_guards(const test_case *c);
+
+/* ---- A GPU: gpu.c ------------------------------------------------------------------------------------------------ */
+
+/* Where there is a GPU, memory that it reads and writes at the same addresses as the CPU, and calls that return when
+ * the work is done, so that most tests need not know which backend they run on. */
+int has_gpu(void);
+void *block_new(size_t bytes);
+void block_free(void *block, size_t bytes);
+const char *gpu_finish(void); /* waits for all work; NULL, or what went wrong */
 
 /* ---- Results: compare.c ------------------------------------------------------------------------------------------ */
 
