@@ -14,51 +14,39 @@ logs=$(mktemp -d "${TMPDIR:-/tmp}/on_gpu.XXXXXX")
 trap 'rm -rf "$logs"' EXIT
 workers=$(($(getconf _NPROCESSORS_ONLN) / 2 + 1))
 [[ $workers -le 8 ]] || workers=8
-failures=0 started=$SECONDS
+started=$SECONDS
 
-# report NAME CODE SECONDS LOG: a line for each part; of those that failed, what they said.
-report() {
-    local verdict=pass
-    case $2 in
+# measure NAME COMMAND...: a line as soon as it is done and, where it failed, what it said. Also runs in the background,
+# so that failures are counted by files.
+measure() {
+    local name=$1 log=$logs/$1.log began=$SECONDS verdict=pass
+    shift
+    "$@" >"$log" 2>&1 </dev/null
+    case $? in
     0) ;;
     77) verdict=skip ;;
     *)
         verdict=FAIL
-        failures=$((failures + 1))
+        touch "$logs/$name.failed"
         ;;
     esac
-    printf '%-5s %-34s %4d s  %s\n' "$verdict" "$1" "$3" "$(tail -1 "$4" | cut -c1-100)"
-    [[ $verdict != FAIL ]] || grep -vE '^\[ +(RUN|OK) |^$' "$4" | cut -c1-600 | head -30
-}
-
-# Runs a command with its output in a log, and remembers how it went in files that report_all reads.
-measure() {
-    local name=$1 began=$SECONDS
-    shift
-    "$@" >"$logs/$name.log" 2>&1 </dev/null
-    echo "$? $((SECONDS - began))" >"$logs/$name.rc"
-}
-
-report_all() {
-    local name code took
-    for name; do
-        read -r code took <"$logs/$name.rc"
-        report "$name" "$code" "$took" "$logs/$name.log"
-    done
+    {
+        printf '%-5s %-20s %4d s  %s\n' "$verdict" "$name" $((SECONDS - began)) "$(tail -1 "$log" | cut -c1-100)"
+        [[ $verdict != FAIL ]] || grep -vE '^\[ +(RUN|OK) |^$' "$log" | cut -c1-600 | head -30
+    } >"$log.said"
+    cat "$log.said"
 }
 
 run_programs() {
-    local program name names=()
+    local program name
     for program in "$build"/tests/test_*; do
         name=${program##*/}
         [[ -f $program && -x $program && $name != test_gpu_sizes ]] || continue
         while [[ $(jobs -rp | wc -l) -ge $workers ]]; do wait -n; done
         measure "$name" "$program" &
-        names+=("$name")
     done
     wait
     measure test_gpu_sizes "$build/tests/test_gpu_sizes" # alone: it wants most of the memory
-    report_all "${names[@]}" test_gpu_sizes
 }
 
 # The command line's checks keep each tensor in an allocation of its own, and leave the workspace as it comes.
@@ -69,19 +57,16 @@ run_sanitizer() {
             "$build/heed" check --quick --kernel "$HEED_TEST_KERNEL" --threads 1 &
     done
     wait
-    report_all memcheck racecheck initcheck synccheck
 }
 
 run_random() {
-    local n names=() first=$HEED_TEST_SEED
+    local n first=$HEED_TEST_SEED
     echo "random problems for $seconds s, HEED_TEST_SEED=$first and every millionth after it"
     for ((n = 0; n < workers; n++)); do
-        names+=("random-$n")
         HEED_TEST_SEED=$((first + n * 1000000)) HEED_TEST_SECONDS=$seconds HEED_TEST_CASES=1 OMP_NUM_THREADS=1 \
             measure "random-$n" "$build/tests/test_random" &
     done
     wait
-    report_all "${names[@]}"
     cat "$logs"/random-*.log | awk '/problems in/ { sum += $1 } END { print sum + 0, "problems" }'
 }
 
@@ -89,7 +74,6 @@ run_cli() {
     measure demo "$build/heed" demo
     measure check "$build/heed" check --kernel "$HEED_TEST_KERNEL"
     measure bench "$build/heed" bench --backend cuda --shape 4,16,1024,64 --shape 2,16,2048,128 --min-time 0.1
-    report_all demo check bench
     sed -n '/threads\{0,1\}$/,$p' "$logs/demo.log"
     cat "$logs/check.log" "$logs/bench.log"
 }
@@ -106,8 +90,9 @@ for part in ${HEED_GPU_PARTS:-programs sanitize random cli}; do
     sanitize) run_sanitizer ;;
     random) run_random ;;
     cli) run_cli ;;
-    *) echo "no part '$part'" >&2; failures=$((failures + 1)) ;;
+    *) echo "no part '$part'" >&2; exit 2 ;;
     esac
 done
+failures=$(find "$logs" -name '*.failed' | wc -l)
 echo "$failures failed, $((SECONDS - started)) s"
 [[ $failures -eq 0 ]]
