@@ -1,0 +1,46 @@
+"""Hugging Face transformers: attn_implementation="heed".
+
+    import heed.integrations.transformers
+    heed.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="heed")
+"""
+import torch
+
+import heed
+
+NAME = "heed"
+
+
+def register(name=NAME):
+    """Makes `name` known to transformers, both as an attention and as a kind of mask. Without the second, transformers
+    would hand the attention no mask at all, and padding would be attended to."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
+                      s_aux=None, position_bias=None, cache=None, output_attentions=False, **_):
+    """transformers' attention interface: [B, H, S, D] in, ([B, S, H, D], None) out.
+
+    attention_mask is what sdpa_mask made: bool, true where attended, sliding windows and packed sequences included; a
+    float one is added to the scores. None means causal or full, as the module says. Grouped heads, softcap, sinks
+    (s_aux) and a position bias go to the kernel as they are; nothing is repeated or copied."""
+    if output_attentions:
+        raise ValueError('heed never holds the attention weights; use attn_implementation="eager" for output_attentions')
+    if cache is not None:
+        raise ValueError('heed has no continuous batching in transformers yet; use attn_implementation="sdpa" for it')
+    rows, keys = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and attention_mask is None and rows > 1
+    if causal and keys > rows:  # the first call on a static cache: keys beyond the rows are not there yet
+        key, value = key[:, :, :rows], value[:, :, :rows]
+        position_bias = None if position_bias is None else position_bias[..., :rows]
+    mask, bias = attention_mask, position_bias
+    if mask is not None and mask.dtype != torch.bool:
+        mask, bias = None, mask if bias is None else mask + bias
+    o = heed.attention(query, key, value, causal=causal, mask=mask, bias=bias, scale=scaling, softcap=softcap or 0.0,
+                       sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
+    return o.transpose(1, 2).contiguous(), None

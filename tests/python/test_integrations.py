@@ -1,0 +1,305 @@
+"""heed inside transformers, diffusers and PyTorch's own SDPA. The real libraries are used where they are installed; what
+heed does with their arguments is tested without them."""
+import importlib.util
+import sys
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import heed
+import torch.nn.functional as F
+from torch import nn
+
+from heed.integrations import diffusers as for_diffusers
+from heed.integrations import sdpa as for_sdpa
+from heed.integrations import transformers as for_transformers
+
+needs = lambda name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+
+
+def qkv(batch=2, heads=4, rows=12, head_dim=16, heads_k=None, keys=None):
+    torch.manual_seed(0)
+    k_shape = (batch, heads_k or heads, keys or rows, head_dim)
+    return torch.randn(batch, heads, rows, head_dim), torch.randn(k_shape), torch.randn(k_shape)
+
+
+def close(got, want, tolerance=2e-5):
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+# ---- transformers: what the interface does with its arguments --------------------------------------------------------
+
+decoder = types.SimpleNamespace(is_causal=True)
+encoder = types.SimpleNamespace(is_causal=False)
+
+
+def attend(*arguments, **options):
+    o, weights = for_transformers.attention_forward(*arguments, **options)
+    assert weights is None
+    return o.transpose(1, 2)
+
+
+def test_a_decoder_without_a_mask_is_causal_and_an_encoder_is_not():
+    q, k, v = qkv()
+    close(attend(decoder, q, k, v, None), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    close(attend(encoder, q, k, v, None), F.scaled_dot_product_attention(q, k, v))
+    close(attend(decoder, q, k, v, None, is_causal=False), F.scaled_dot_product_attention(q, k, v))
+
+
+def test_one_row_sees_the_whole_cache():
+    q, k, v = qkv(rows=1, keys=9)
+    close(attend(decoder, q, k, v, None), F.scaled_dot_product_attention(q, k, v))
+
+
+def test_a_static_cache_has_keys_that_are_not_there_yet():
+    q, k, v = qkv(rows=5, keys=9)
+    want = F.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], is_causal=True)
+    close(attend(decoder, q, k, v, None), want)
+
+
+def test_masks_are_bool_or_added_and_replace_causality():
+    q, k, v = qkv()
+    mask = torch.rand(2, 1, 12, 12) < 0.7
+    mask[..., 0] = True
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    close(attend(decoder, q, k, v, mask), want)
+    added = torch.zeros(2, 1, 12, 12).masked_fill(~mask, torch.finfo(torch.float32).min)
+    close(attend(decoder, q, k, v, added), want)
+
+
+def test_grouped_heads_scaling_and_softcap():
+    q, k, v = qkv(heads_k=2)
+    want = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
+    close(attend(encoder, q, k, v, None, scaling=0.3), want)
+    k4, v4 = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    want = torch.softmax(5 * torch.tanh(q @ k4.mT * 0.25 / 5), -1) @ v4
+    close(attend(encoder, q, k, v, None, softcap=5.0), want)
+
+
+def test_sinks_and_a_position_bias():
+    q, k, v = qkv()
+    sinks, bias = torch.randn(4), torch.randn(1, 4, 12, 12)
+    scores = torch.cat([q @ k.mT * 0.25, sinks.view(1, 4, 1, 1).expand(2, 4, 12, 1)], -1)
+    close(attend(encoder, q, k, v, None, s_aux=sinks), torch.softmax(scores, -1)[..., :-1] @ v)
+    close(attend(encoder, q, k, v, None, position_bias=bias), torch.softmax(q @ k.mT * 0.25 + bias, -1) @ v)
+    hidden = torch.zeros(12, 12).masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), float("-inf"))
+    close(attend(decoder, q, k, v, None, position_bias=bias), torch.softmax(q @ k.mT * 0.25 + bias + hidden, -1) @ v)
+
+
+def test_what_heed_cannot_do_is_said():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="attention weights"):
+        attend(decoder, q, k, v, None, output_attentions=True)
+    with pytest.raises(ValueError, match="continuous batching"):
+        attend(decoder, q, k, v, None, cache=object())
+
+
+def test_register_names_both_the_attention_and_the_mask(monkeypatch):
+    known = {}
+    interface = lambda kind: type(kind, (), {"register": lambda name, function: known.update({(kind, name): function})})
+    masks = types.ModuleType("transformers.masking_utils")
+    masks.sdpa_mask = object()
+    stub = types.ModuleType("transformers")
+    stub.AttentionInterface, stub.AttentionMaskInterface = interface("attention"), interface("mask")
+    monkeypatch.setitem(sys.modules, "transformers", stub)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+    for_transformers.register()
+    assert known == {("attention", "heed"): for_transformers.attention_forward, ("mask", "heed"): masks.sdpa_mask}
+
+
+# ---- transformers: models --------------------------------------------------------------------------------------------
+
+def llama(implementation, kind="Llama", **more):
+    import transformers
+    for_transformers.register()
+    config = getattr(transformers, kind + "Config")(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        attn_implementation=implementation, **more)
+    torch.manual_seed(0)
+    return getattr(transformers, kind + "ForCausalLM")(config).eval()
+
+
+PADDED = (torch.arange(2 * 14).reshape(2, 14) % 61 + 3, torch.tensor([[1] * 14, [0] * 5 + [1] * 9]))
+
+
+@needs("transformers")
+@pytest.mark.parametrize("kind,more", [("Llama", {}), ("Mistral", {"sliding_window": 4})])
+def test_models_give_what_eager_gives(kind, more, monkeypatch):
+    tokens, mask = PADDED
+    results = []
+    for implementation in "eager", "heed":
+        model = llama(implementation, kind, **more)
+        logits = model(tokens, attention_mask=mask).logits
+        loss = logits[mask.bool()].logsumexp(-1).mean()
+        results.append((logits[mask.bool()], *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)))
+    calls = []
+    monkeypatch.setattr(heed, "attention", lambda *a, _real=heed.attention, **k: (calls.append(1), _real(*a, **k))[1])
+    llama("heed", kind, **more)(tokens, attention_mask=mask)
+    assert len(calls) == 2  # one for each layer
+    for got, want in zip(results[1], results[0]):
+        assert (got is None) == (want is None)
+        if got is not None:
+            close(got, want, 1e-4)
+
+
+@needs("transformers")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_with_a_cache(cache):
+    tokens, mask = PADDED
+    options = dict(max_new_tokens=8, do_sample=False, attention_mask=mask, eos_token_id=None)
+    if cache == "static":
+        options.update(cache_implementation="static", disable_compile=True)
+    texts = [llama(implementation).generate(tokens, **options) for implementation in ("eager", "heed")]
+    assert torch.equal(*texts)
+
+
+# ---- diffusers -------------------------------------------------------------------------------------------------------
+
+def attention_module(**changes):
+    """What HeedAttnProcessor sees of a diffusers.models.attention_processor.Attention, and the plain computation."""
+    torch.manual_seed(0)
+    attn = types.SimpleNamespace(
+        heads=4, spatial_norm=None, group_norm=None, norm_cross=None, norm_q=None, norm_k=None, residual_connection=False,
+        rescale_output_factor=1.0, to_q=nn.Linear(32, 32), to_k=nn.Linear(32, 32), to_v=nn.Linear(32, 32),
+        to_out=nn.ModuleList([nn.Linear(32, 32), nn.Dropout(0.0)]),
+        prepare_attention_mask=lambda mask, keys, batch: mask.repeat_interleave(4, 0))
+    for name, value in changes.items():
+        setattr(attn, name, value)
+    return attn
+
+
+def plain(attn, x, context, mask=None):
+    heads = lambda t: t.unflatten(-1, (4, 8)).transpose(1, 2)
+    o = F.scaled_dot_product_attention(heads(attn.to_q(x)), heads(attn.to_k(context)), heads(attn.to_v(context)), mask)
+    return attn.to_out[0](o.transpose(1, 2).flatten(2))
+
+
+def test_processor_self_and_cross_attention():
+    attn, x, text = attention_module(), torch.randn(2, 10, 32), torch.randn(2, 7, 32)
+    close(for_diffusers.HeedAttnProcessor()(attn, x), plain(attn, x, x))
+    close(for_diffusers.HeedAttnProcessor()(attn, x, text), plain(attn, x, text))
+    mask = torch.zeros(2, 1, 7).masked_fill(torch.rand(2, 1, 7) < 0.4, -10000.0)
+    close(for_diffusers.HeedAttnProcessor()(attn, x, text, mask), plain(attn, x, text, mask[:, :, None]))
+
+
+def test_processor_images_norms_and_residual():
+    attn = attention_module(group_norm=nn.GroupNorm(4, 32), residual_connection=True, rescale_output_factor=2.0)
+    image = torch.randn(2, 32, 3, 5)
+    x = attn.group_norm(image.flatten(2)).transpose(1, 2)
+    want = (plain(attn, x, x).transpose(1, 2).reshape(image.shape) + image) / 2
+    close(for_diffusers.HeedAttnProcessor()(attn, image), want)
+
+
+def test_backend_takes_diffusers_order_and_masks():
+    q, k, v = (t.transpose(1, 2) for t in qkv(keys=9))
+    want = lambda mask=None, **more: F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), mask, **more)
+    close(for_diffusers.attention_backend(q, k, v).transpose(1, 2), want())
+    mask = torch.rand(2, 9) < 0.7
+    mask[:, 0] = True
+    close(for_diffusers.attention_backend(q, k, v, attn_mask=mask).transpose(1, 2), want(mask[:, None, None]))
+    o, lse = for_diffusers.attention_backend(q, k, v, attn_mask=mask, return_lse=True)
+    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * 0.25).masked_fill(~mask[:, None, None], float("-inf"))
+    close(o.transpose(1, 2), want(mask[:, None, None]))
+    close(lse.transpose(1, 2), scores.logsumexp(-1))
+    with pytest.raises(ValueError, match="context parallelism"):
+        for_diffusers.attention_backend(q, k, v, _parallel_config=object())
+
+
+@needs("diffusers")
+@pytest.mark.parametrize("more", [{}, {"cross_attention_dim": 24}, {"norm_num_groups": 4, "residual_connection": True},
+                                  {"qk_norm": "layer_norm"}])
+def test_processor_in_the_real_attention(more):
+    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+    torch.manual_seed(0)
+    attn = Attention(query_dim=32, heads=4, dim_head=8, **more)
+    x, text = torch.randn(2, 10, 32), torch.randn(2, 7, 24) if "cross_attention_dim" in more else None
+    mask = torch.zeros(2, 1, 7 if text is not None else 10).masked_fill_(torch.rand(2, 1, 1) < 0.5, -1.0)
+    mask[..., 3:] = -10000.0
+    results = []
+    for processor in AttnProcessor2_0(), for_diffusers.HeedAttnProcessor():
+        attn.set_processor(processor)
+        results += [attn(x, text), attn(x, text, mask)]
+    close(results[2], results[0])
+    close(results[3], results[1])
+
+
+@needs("diffusers")
+def test_backend_can_be_chosen_by_name():
+    from diffusers.models import attention_dispatch
+    for_diffusers.register()
+    for_diffusers.register()
+    q, k, v = (t.transpose(1, 2) for t in qkv())
+    want = attention_dispatch.dispatch_attention_fn(q, k, v, backend="native")
+    close(attention_dispatch.dispatch_attention_fn(q, k, v, backend="heed"), want)
+    calls = []
+    attention_dispatch._AttentionBackendRegistry.register(attention_dispatch.AttentionBackendName("heed"))(
+        lambda query, key, value: calls.append(1) or for_diffusers.attention_backend(query, key, value))
+    with attention_dispatch.attention_backend("heed"):
+        close(attention_dispatch.dispatch_attention_fn(q, k, v), want)
+    for_diffusers.register()
+    assert calls == [1]
+    assert attention_dispatch.AttentionBackendName("heed").value == "heed"
+    assert [name.value for name in attention_dispatch.AttentionBackendName].count("heed") == 1
+
+
+@needs("diffusers")
+def test_a_model_can_be_set_to_the_backend():
+    import diffusers
+    for_diffusers.register()
+    torch.manual_seed(0)
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8)).eval()
+    given = dict(hidden_states=torch.randn(1, 16, 4), encoder_hidden_states=torch.randn(1, 5, 32),
+                 pooled_projections=torch.randn(1, 32), timestep=torch.tensor([1.0]), img_ids=torch.zeros(16, 3),
+                 txt_ids=torch.zeros(5, 3))
+    with torch.no_grad():
+        want = model(**given).sample
+        model.set_attention_backend("heed")
+        close(model(**given).sample, want)
+
+
+# ---- torch.nn.functional.scaled_dot_product_attention ----------------------------------------------------------------
+
+@pytest.fixture
+def activated(monkeypatch):
+    if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        pytest.skip("this torch has no registry of flash attentions")
+    calls = []
+    monkeypatch.setattr(for_sdpa.heed, "attention",
+                        lambda *a, _real=heed.attention, **k: (calls.append(1), _real(*a, **k))[1])
+    for_sdpa.register()
+    yield calls
+    if torch.nn.attention.current_flash_attention_impl():
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def results(q, k, v, **options):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    o = F.scaled_dot_product_attention(*leaves, **options)
+    return o, *torch.autograd.grad(o.sin().sum(), leaves)
+
+
+@pytest.mark.parametrize("rows,keys,causal,masked", [(12, 12, False, None), (12, 12, True, None), (5, 9, True, None),
+                                                     (9, 5, True, None), (12, 9, False, "bool"), (12, 9, False, "float")])
+def test_sdpa_is_heeds_while_activated(activated, rows, keys, causal, masked):
+    assert "heed" in torch.nn.attention.list_flash_attention_impls()
+    q, k, v = qkv(rows=rows, keys=keys)
+    mask = None
+    if masked:
+        mask = torch.rand(rows, keys) < 0.7
+        mask[:, 0] = True
+        mask = mask if masked == "bool" else torch.randn(2, 1, rows, keys)
+    options = dict(is_causal=causal, attn_mask=mask)
+    want = results(q, k, v, **options)
+    torch.nn.attention.activate_flash_attention_impl("heed")
+    got = results(q, k, v, **options)
+    assert activated == [1]
+    for a, b in zip(got, want):
+        close(a, b)
+    torch.nn.attention.restore_flash_attention_impl()
+    again = results(q, k, v, **options)
+    assert activated == [1] and all(torch.equal(a, b) for a, b in zip(again, want))
