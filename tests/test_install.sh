@@ -46,5 +46,10 @@ expect "pkg-config version" "$version" "$(PKG_CONFIG_PATH=$lib/pkgconfig pkg-con
 grep -q "^heed $version on .*threads$" "$scratch/pkg_config.out"
 grep -q '^  forward_cpu_plain_f32, ' "$scratch/pkg_config.out"
 
+cp -r "$source/examples/flash_demo" "$scratch/flash_demo"
+PKG_CONFIG_PATH=$lib/pkgconfig make -s -C "$scratch/flash_demo" demo
+LD_LIBRARY_PATH=$lib "$scratch/flash_demo/demo" >"$scratch/flash_demo.out"
+grep -q '^O  *0\.016065  *-0\.0290427  *-0\.027025$' "$scratch/flash_demo.out"
+
 # The program finds its library beside it, without help.
 expect "heed --version" "heed $version" "$(env -u LD_LIBRARY_PATH "$prefix/bin/heed" --version | head -n 1)"
