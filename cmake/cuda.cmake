@@ -5,7 +5,7 @@
 set(HEED_CUDA AUTO CACHE STRING "Build the CUDA kernels: ON, OFF or AUTO (where there is an nvcc)")
 set_property(CACHE HEED_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(HEED_CUDA_ARCHITECTURES "" CACHE STRING
-    "What to compile the CUDA kernels for, in the terms of CMAKE_CUDA_ARCHITECTURES; empty: every chip nvcc knows")
+    "What to compile the CUDA kernels for, in the terms of CMAKE_CUDA_ARCHITECTURES; empty: Turing to Blackwell")
 set(HEED_CUDA_FAMILIES "" CACHE STRING
     "Which CUDA kernels to compile beside the portable ones, such as mma;sm90; empty: all")
 
@@ -24,16 +24,19 @@ if(NOT CMAKE_CUDA_COMPILER)
     return()
 endif()
 enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+    if(NOT HEED_CUDA STREQUAL AUTO)
+        message(FATAL_ERROR "HEED_CUDA is ${HEED_CUDA}, but nvcc is ${CMAKE_CUDA_COMPILER_VERSION}; expected 12.8 or later")
+    endif()
+    set(heed_cuda_text "none: nvcc is ${CMAKE_CUDA_COMPILER_VERSION}, 12.8 or later is needed")
+    return()
+endif()
 find_package(CUDAToolkit REQUIRED)
 
-# Machine code of 8.0 runs on 8.6 and 8.9 and that of 10.0 on 10.3; what comes after gets the PTX of 10.0. An nvcc too
-# old for the newest chips leaves them to the PTX of the newest it knows.
+# Machine code of 8.0 runs on 8.6 and 8.9 and that of 10.0 on 10.3; what comes after gets the PTX of 10.0.
 set(architectures ${HEED_CUDA_ARCHITECTURES})
 if(NOT architectures)
     set(architectures 75-real 80-real 90a-real 100 120-real)
-    if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
-        set(architectures 75-real 80-real 90a-real 90-virtual)
-    endif()
 endif()
 
 # Which sources: forward_<family>.cu and backward_<family>.cu are rows of the kernel table, forward_<family>_<part>.cu is
