@@ -156,6 +156,15 @@ def test_generation_with_a_cache(cache):
     assert torch.equal(*texts)
 
 
+@needs("transformers")
+def test_a_model_compiles_to_one_graph():
+    tokens, mask = PADDED
+    model = llama("heed")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for more in {}, {"attention_mask": mask}:
+        close(compiled(tokens, **more).logits[mask.bool()], model(tokens, **more).logits[mask.bool()])
+
+
 # ---- diffusers -------------------------------------------------------------------------------------------------------
 
 def attention_module(**changes):
@@ -204,6 +213,9 @@ def test_backend_takes_diffusers_order_and_masks():
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * 0.25).masked_fill(~mask[:, None, None], float("-inf"))
     close(o.transpose(1, 2), want(mask[:, None, None]))
     close(lse.transpose(1, 2), scores.logsumexp(-1))
+    for more in {}, {"return_lse": True}:  # as PyTorch: the first row stands at the first key
+        o = for_diffusers.attention_backend(q, k, v, is_causal=True, **more)
+        close((o[0] if more else o).transpose(1, 2), want(is_causal=True))
     with pytest.raises(ValueError, match="context parallelism"):
         for_diffusers.attention_backend(q, k, v, _parallel_config=object())
 

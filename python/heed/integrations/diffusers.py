@@ -8,6 +8,8 @@
     transformer.set_attention_backend("heed")             # models that dispatch: Flux, Wan, Qwen-Image, ...
     with diffusers.attention_backend("heed"): ...         # or for a block of code
 """
+import torch
+
 import heed
 
 NAME = "heed"
@@ -58,9 +60,9 @@ def attention_backend(query, key, value, attn_mask=None, dropout_p=0.0, is_causa
     if not return_lse:
         return heed.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
                                                  scale=scale, enable_gqa=enable_gqa).transpose(1, 2)
-    kind = "mask" if attn_mask is None or str(attn_mask.dtype) == "torch.bool" else "bias"
-    o, lse = heed.attention(q, k, v, causal=is_causal, scale=scale, dropout_p=dropout_p, return_lse=True,
-                            **{kind: attn_mask})
+    kind = "mask" if attn_mask is None or attn_mask.dtype == torch.bool else "bias"
+    o, lse = heed.attention(q, k, v, causal="top_left" if is_causal else False, scale=scale, dropout_p=dropout_p,
+                            return_lse=True, **{kind: attn_mask})
     return o.transpose(1, 2), lse.transpose(1, 2)
 
 
