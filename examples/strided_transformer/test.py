@@ -85,7 +85,7 @@ def attention_times(size, device, backward):
             o = attention(*qkv.permute(2, 0, 3, 1, 4))
             return torch.autograd.grad(o, qkv, d_o) if backward else o
 
-        times.append(milliseconds(call, torch.device(device), budget_ms=200))
+        times.append(milliseconds(call, torch.device(device), budget_ms=200, queued=False))
     return times
 
 
@@ -97,7 +97,7 @@ def model_times(size, device):
         loss = model(tokens).float().logsumexp(-1).mean()
         return torch.autograd.grad(loss, list(model.parameters()))
 
-    return [milliseconds(lambda: step(model), torch.device(device), budget_ms=200) for model in pair]
+    return [milliseconds(lambda: step(model), torch.device(device), budget_ms=200, queued=False) for model in pair]
 
 
 def benchmark(device, quick):

@@ -129,8 +129,8 @@ class Bench:
             self.refused.setdefault((name, text[0][:100]), problem)
 
     def result(self, problem, direction, name):
-        if name == "math" and problem.batch * problem.heads * problem.rows * problem.keys > 2**32:
-            raise MemoryError("left out where the scores have more than 2^32 elements")
+        if name == "math" and problem.batch * problem.heads * problem.rows * problem.keys > 2**30:
+            raise MemoryError("left out where the scores have more than 2^30 elements")
         kind = (name, problem.dtype, problem.head_dim, problem.causal)
         if kind not in self.errors:
             self.errors[kind] = wrong_by(name, problem, self.device)
@@ -338,12 +338,17 @@ def main(arguments=None):
         title = o.title or f"heed {heed.__version__} and PyTorch {torch.__version__} on {name}"
         print(title)
         bench = Bench(device, ["heed", *filter(None, o.peers)], o.budget)
-        bench.run(problems_of(o, device.type), o.directions, Table(bench.names, device).line)
+        table = Table(bench.names, device)
+
+        def show(*line):
+            table.line(*line)
+            if o.csv:
+                save(bench.results, o.csv)  # as far as it is: a run that is stopped leaves what it has
+
+        bench.run(problems_of(o, device.type), o.directions, show)
         for (peer, reason), problem in bench.refused.items():
             print(f"{peer}: {reason} (first at {describe(problem)})")
         results = bench.results
-        if o.csv:
-            save(results, o.csv)
     if o.plot:
         plot(results, o.plot, title)
 
