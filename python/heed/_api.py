@@ -1,0 +1,225 @@
+"""The front door: names, defaults and documentation. What happens behind it:
+
+    _C.attention    PyTorch tensors in an ordinary context: everything in C, autograd included
+    _torch.py       PyTorch otherwise: torch.compile, autocast, vmap, subclasses, unusual types
+    _arrays.py      NumPy and other arrays
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from heed import _C, _arrays
+from heed._arguments import Arguments
+
+Window = tuple["int | None", "int | None"]
+
+
+def _compiling() -> bool:
+    """Whether torch.compile or torch.export is looking."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+if "torch" in sys.modules:  # then its own function is quicker
+    from torch.compiler import is_compiling as _compiling  # noqa: F811
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _attention(return_lse: bool, *arguments: Any) -> Any:
+    """What the extension does not do by itself."""
+    if _is_torch(arguments[0]):
+        from heed import _torch
+
+        return _torch.attention(return_lse, Arguments(*arguments))
+    return _arrays.attention(return_lse, Arguments(*arguments))
+
+
+def _empty(like: Any, shape: Any, strides: Any, dtype: str | None) -> Any:
+    if _is_torch(like):
+        from heed import _torch
+
+        return _torch.empty(like, shape, strides, dtype)
+    return _arrays.empty(like, shape, strides, dtype)
+
+
+def _stream(like: Any) -> int:
+    if _is_torch(like):
+        import torch
+
+        return torch.cuda.current_stream(like.device).cuda_stream
+    return _arrays.stream(like)
+
+
+_C.use(_attention, _empty, _stream)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "bhsd",
+    causal: bool | str = False,
+    window: Window | None = None,
+    stride: int = 1,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    lengths_q: Any = None,
+    lengths_k: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+) -> Any:
+    """softmax(scale * q k^T + bias) v, for each batch and head, over the keys that a row may see.
+
+    Shapes, with B batch, H query heads, G key heads (H a multiple of G), S rows, T keys:
+
+        layout      q             k             v              result
+        "bhsd"      [B, H, S, D]  [B, G, T, D]  [B, G, T, Dv]  [B, H, S, Dv]
+        "bshd"      [B, S, H, D]  [B, T, G, D]  [B, T, G, Dv]  [B, S, H, Dv]
+
+    PyTorch tensors on the CPU or a CUDA device, or NumPy arrays; float32, float16, bfloat16 (float64 on the CPU, slow). Any
+    strides, without copies. The result is new, of q's dtype and library, and differentiable in q, k, v, bias and sink.
+
+    causal: row i sees keys j <= i + T - S (the last row sees the last key); "top_left": j <= i.
+    window: (left, right): row i sees keys from left before to right after its place; None or -1 on a side: no limit.
+    stride: strided attention: only keys 0, stride, 2 * stride, ... are seen, at 1/stride of the cost.
+    mask: bool, broadcastable to [B, H, S, T], True: attend. A row that sees no key gives 0.
+    bias: float32 or q's dtype, broadcastable to [B, H, S, T], added to the scores; -inf hides a key.
+    scale: 1/sqrt(D) where None.
+    softcap: c > 0 replaces a score x by c * tanh(x / c).
+    alibi_slopes: [H] or [B, H]: -slope * distance is added to the scores. No gradient.
+    sink: [H]: one more logit in the denominator of each row.
+    dropout_p: the share of weights set to zero. dropout_seed: a whole number (or an int64 tensor of one element) that
+        decides which; None draws one from the library's random number generator.
+    lengths_q, lengths_k: [B] whole numbers: how many rows and keys of each sequence count; the rest is padding.
+    return_lse: also return the logarithm of each row's sum, [B, H, S], float32, differentiable.
+    deterministic: False allows sums in any order where that is faster.
+    """
+    if _compiling():
+        return _attention(
+            return_lse, q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
+            dropout_p, dropout_seed, lengths_q, lengths_k, deterministic, None, None, None, None, None,
+        )  # fmt: skip
+    return _C.attention(
+        return_lse, q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
+        dropout_p, dropout_seed, lengths_q, lengths_k, deterministic, None, None, None, None, None,
+    )  # fmt: skip
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool | str = False,
+    window: Window | None = None,
+    stride: int = 1,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    lengths_k: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+) -> Any:
+    """attention() over sequences that lie end to end, without padding.
+
+    q: [rows in all, H, D], k: [keys in all, G, D], v: [keys in all, G, Dv]; the result is [rows in all, H, Dv].
+    cu_seqlens_q, cu_seqlens_k: [B + 1] whole numbers: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+    max_seqlen_q, max_seqlen_k: no sequence is longer.
+    mask, bias: broadcastable to [B, H, max_seqlen_q, max_seqlen_k]; row and column 0 are a sequence's first.
+    return_lse: [H, rows in all].
+
+    The other arguments are those of attention().
+    """
+    call = _attention if _compiling() else _C.attention
+    return call(
+        return_lse, q, k, v, "thd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
+        dropout_p, dropout_seed, None, lengths_k, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        None,
+    )  # fmt: skip
+
+
+def attention_backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    layout: str = "bhsd",
+    causal: bool | str = False,
+    window: Window | None = None,
+    stride: int = 1,
+    mask: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    lengths_q: Any = None,
+    lengths_k: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = True,
+) -> tuple[Any, ...]:
+    """The gradients of attention(..., return_lse=True), without autograd: (dq, dk, dv), then dbias where there is a bias
+    and dsink where there is a sink.
+
+    do, o: like the result of the forward call; lse: what it returned; dlse: the gradient of lse, if any. Everything else as
+    in the forward call; with dropout, dropout_seed is needed. layout "thd" is that of attention_varlen().
+    """
+    arguments = Arguments(
+        q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink, dropout_p,
+        dropout_seed, lengths_q, lengths_k, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    if _is_torch(q):
+        from heed import _torch as side
+    else:
+        side = _arrays
+    gradients = side.attention_backward(do, dlse, o, lse, arguments)
+    return (*gradients[:3], *([] if bias is None else gradients[3:4]), *([] if sink is None else gradients[4:5]))
+
+
+def explain(q: Any, k: Any, v: Any, *, backward: bool = False, chip: str | None = None, **options: Any) -> str:
+    """Which kernel attention(q, k, v, **options) gets, and why the ones before it in the table were passed over.
+
+    chip: None for the device of q, or the name of one that need not be here: "a100", "h200", "avx2" ...
+    """
+    return _C.explain(chip, backward, *Arguments(q, k, v, **options))
+
+
+def kernels() -> list[dict[str, Any]]:
+    """The table of kernels in order of preference: name, backend, backward, runs_here."""
+    return [dict(zip(("name", "backend", "backward", "runs_here"), row, strict=True)) for row in _C.kernels()]
+
+
+def set_threads(threads: int) -> None:
+    """How many threads the CPU kernels use; 0: as many as OpenMP would."""
+    _C.set_threads(threads)

@@ -1,0 +1,104 @@
+"""NumPy, and other arrays that show their memory: by the buffer protocol or __dlpack__. Results are made by the library that
+the arguments come from. JAX arrays cannot be written to: for them NumPy computes and JAX gets the result."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from heed import _C
+from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, type_name
+
+
+def _library(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _namespace(value: Any) -> Any:
+    if _library(value) == "numpy":
+        import numpy
+
+        return numpy
+    if hasattr(value, "__array_namespace__"):
+        return value.__array_namespace__()
+    return sys.modules[_library(value)]
+
+
+def empty(like: Any, shape: tuple[int, ...] | None, strides: tuple[int, ...], dtype: str | None) -> Any:
+    """A new array of like's library: shaped like it, or with that shape in the memory order that the strides say."""
+    xp = _namespace(like)
+    if shape is None:
+        return xp.empty_like(like)
+    outer_first = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    packed = xp.empty([shape[d] for d in outer_first], dtype=getattr(xp, dtype) if dtype != "bfloat16" else like.dtype)
+    return packed.transpose([outer_first.index(d) for d in range(len(shape))])
+
+
+def stream(like: Any) -> int:
+    if _library(like) == "cupy":
+        return _namespace(like).cuda.get_current_stream().ptr
+    raise ValueError(f"q: is a {type_name(like)} on a GPU, whose stream heed does not know; expected CuPy or PyTorch")
+
+
+def _prepare(a: Arguments) -> Arguments:
+    """All arrays of one library; small integer and per-head arrays in the types that the kernels read."""
+    if not (hasattr(a.q, "__dlpack__") or hasattr(a.q, "__array_interface__")):
+        raise TypeError(f"q: is a {type_name(a.q)}, expected a PyTorch tensor or a NumPy array")
+    for name in TENSORS:
+        value = getattr(a, name)
+        if value is not None and not isinstance(value, int) and _library(value) != _library(a.q):
+            raise TypeError(f"{name}: is a {type_name(value)}, expected what q is, a {type_name(a.q)}")
+    xp = _namespace(a.q)
+    changes: dict[str, Any] = {}
+    for name in (*INTEGERS, *PER_HEAD):
+        value = getattr(a, name)
+        if value is None:
+            continue
+        if name in INTEGERS and value.dtype.kind not in "iu":
+            raise TypeError(f"{name}: dtype is {value.dtype}, expected int32 or int64")
+        changes[name] = xp.ascontiguousarray(value, dtype=xp.int32 if name in INTEGERS else xp.float32)
+    if a.dropout_p and a.dropout_seed is None:
+        import numpy
+
+        changes["dropout_seed"] = int(numpy.random.randint(1 << 62))
+    return a._replace(**changes)
+
+
+def _to_numpy(a: Arguments) -> Arguments:
+    import numpy
+
+    changes = {
+        name: numpy.asarray(value)
+        for name in TENSORS
+        if (value := getattr(a, name)) is not None and not isinstance(value, int)
+    }
+    return a._replace(**changes)
+
+
+def _from_numpy(like: Any, results: Any) -> Any:
+    xp = _namespace(like)
+    if isinstance(results, tuple):
+        return tuple(None if r is None else xp.asarray(r) for r in results)
+    return xp.asarray(results)
+
+
+def _is_jax(value: Any) -> bool:
+    return _library(value) in ("jax", "jaxlib")
+
+
+def attention(return_lse: bool, a: Arguments) -> Any:
+    if _is_jax(a.q):
+        return _from_numpy(a.q, _C.forward(None, return_lse, *_prepare(_to_numpy(a))))
+    return _C.forward(None, return_lse, *_prepare(a))
+
+
+def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tuple[Any, ...]:
+    if a.dropout_p and a.dropout_seed is None:
+        raise ValueError("dropout_seed: is None, expected the seed of the forward call")
+    wants = (True, True, True, a.bias is not None, a.sink is not None)
+    if _is_jax(a.q):
+        import numpy
+
+        do, dlse, o, lse = (None if t is None else numpy.asarray(t) for t in (do, dlse, o, lse))
+        return _from_numpy(a.q, _C.backward(do, dlse, o, lse, wants, *_prepare(_to_numpy(a))))
+    return _C.backward(do, dlse, o, lse, wants, *_prepare(a))

@@ -1,0 +1,152 @@
+"""PyTorch beyond the quick way in the extension: the operators torch.ops.heed.*, which torch.compile, torch.export, vmap
+and dispatch modes can see, the autograd function, and calls that have to be put in order first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from heed import _C, _ops
+from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, type_name
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
+
+
+def empty(like: torch.Tensor, shape: Any, strides: Any, dtype: str | None) -> torch.Tensor:
+    if shape is None:
+        return torch.empty_like(like)
+    return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype or "float32"), device=like.device)
+
+
+# ---- Putting a call in order -------------------------------------------------------------------------------------------
+
+
+def _check(name: str, t: Any) -> None:
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: is a {type_name(t)}, expected a torch.Tensor, as q is")
+    if t.is_nested:
+        raise TypeError(f"{name}: is a nested tensor; expected a dense one (see attention_varlen for sequences)")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name}: has layout {t.layout}, expected a dense tensor")
+    if t.is_complex():
+        raise TypeError(f"{name}: dtype is {t.dtype}, expected a real one")
+    if t.is_meta and type(t) in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(f"{name}: is a meta tensor, which has no data; expected one on the CPU or a CUDA device")
+
+
+def _prepare(a: Arguments) -> Arguments:
+    """Types and devices checked; autocast applied; small tensors in the types that the kernels read; dropout seeded."""
+    changes: dict[str, Any] = {}
+    for name in TENSORS:
+        t = getattr(a, name)
+        if t is None or (name == "dropout_seed" and isinstance(t, int)):
+            continue
+        _check(name, t)
+        if t.device != a.q.device:
+            raise ValueError(f"{name}: is on {t.device}, q is on {a.q.device}")
+        if name in INTEGERS:
+            if t.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{name}: dtype is {t.dtype}, expected torch.int32 or torch.int64")
+            changes[name] = t.to(torch.int32).contiguous()
+        elif not torch.compiler.is_compiling() and t.is_neg():  # compiled code resolves it at the operator
+            changes[name] = t.resolve_neg()
+    for name in PER_HEAD:
+        t = getattr(a, name)
+        if t is not None and t.dtype in _FLOATS:
+            changes[name] = t.float()
+    if a.alibi_slopes is not None and a.alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes: requires a gradient, which heed does not compute; detach them, or give a bias")
+    kind = a.q.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        for name in ("q", "k", "v"):
+            t = changes.get(name, getattr(a, name))
+            if t.dtype in (torch.float32, torch.float16, torch.bfloat16):
+                changes[name] = t.to(dtype)
+        if a.bias is not None and a.bias.dtype in (torch.float16, torch.bfloat16):
+            changes["bias"] = changes.get("bias", a.bias).to(dtype)
+    if a.dropout_p and a.dropout_seed is None:
+        changes["dropout_seed"] = torch.randint(1 << 62, (1,), device=a.q.device)
+    return a._replace(**changes)
+
+
+def _check_tangents(a: Arguments) -> None:
+    if torch.autograd.forward_ad._current_level >= 0:
+        for name in _DIFFERENTIABLE:
+            t = getattr(a, name)
+            if t is not None and torch.autograd.forward_ad.unpack_dual(t).tangent is not None:
+                raise NotImplementedError(f"{name}: has a tangent; forward-mode derivatives are not implemented")
+
+
+def _is_seen(a: Arguments) -> bool:
+    """Whether something watches or changes operators, so that the call has to be one."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(
+        isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter)
+        for t in (getattr(a, name) for name in TENSORS)
+    )
+
+
+def attention(return_lse: bool, a: Arguments) -> Any:
+    a = _prepare(a)
+    if not torch.compiler.is_compiling():
+        _check_tangents(a)
+    if _is_seen(a):
+        o, lse = _ops.attention(a)
+        return (o, lse) if return_lse else o
+    differentiable = [getattr(a, name) for name in _DIFFERENTIABLE]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
+        return _Attention.apply(*differentiable, return_lse, list(a))
+    return _C.forward(None, return_lse, *a)
+
+
+def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tuple[Any, ...]:
+    if a.dropout_p and a.dropout_seed is None:
+        raise ValueError("dropout_seed: is None, expected the seed of the forward call")
+    for name, t in (("do", do), ("o", o), ("lse", lse)):
+        _check(name, t)
+    wants = (True, True, True, a.bias is not None, a.sink is not None)
+    with torch.no_grad():
+        a = _prepare(a)
+        if _is_seen(a):
+            return _ops.attention_backward(do, dlse, o, lse, wants, a)
+        return _C.backward(do, dlse, o, lse, wants, *a)
+
+
+# ---- Autograd ----------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    forward = staticmethod(_C.function_forward)
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
+        if do is None:
+            if dlse is None:
+                return (None,) * 7
+            do = torch.zeros_like(ctx.saved_tensors[0])
+        if not torch.is_grad_enabled():
+            return _C.function_backward(ctx, do, dlse)
+        o, lse, arguments = _C.function_state(ctx)
+        wants = list(ctx.needs_input_grad[:5])
+        results = _ops.AttentionBackward.apply(do, dlse, o, lse, wants, *_ops.to_op(Arguments(*arguments)))
+        return (*(result if want else None for result, want in zip(results, wants, strict=True)), None, None)
+
+
+_C.use_torch(
+    torch.Tensor,
+    torch.nn.Parameter,
+    getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+    "libtorch_cpu.so",
+    torch.empty_like,
+    (torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
+    torch.autograd.forward_ad,
+    torch.is_grad_enabled,
+    torch._C._are_functorch_transforms_active,
+    super(torch.autograd.Function, _Attention).apply,  # without the Python around it: the extension asks for functorch
+)

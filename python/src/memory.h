@@ -1,0 +1,31 @@
+/* Where results and workspace come from: the library of the tensors that were given. */
+#ifndef HEED_MEMORY_H
+#define HEED_MEMORY_H
+
+#include "view.h"
+
+/* A Python function empty(like, shape, strides, dtype) and one stream(like), which know every library. */
+extern PyObject *memory_empty_function, *memory_stream_function;
+/* torch.empty_like, which is quicker than them; may be NULL. */
+extern PyObject *memory_torch_empty_like;
+
+/* Finds the C functions of PyTorch 2.14 and later that make tensors without Python. Does nothing with earlier ones. */
+void memory_use_torch_shim(const char *library);
+
+/* A tensor on v's device, by the library of like, whose view is v. Strides in elements. */
+PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *shape, const int64_t *stride,
+                     dl_dtype dtype);
+PyObject *memory_like(PyObject *like, PyObject *object); /* shape, dtype, device and order of object */
+/* Device memory, aligned, as a tensor that the caller drops when the work has been queued. */
+PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data);
+int memory_stream(PyObject *like, int device, void **stream);
+
+/* Host memory, aligned to 64 bytes: a standing buffer of this thread, enough for small problems (NULL: out of memory), and
+ * as much as asked for. */
+enum { MEMORY_SCRATCH = 256 << 10 };
+void *memory_scratch(void);
+void *memory_borrow(size_t bytes);
+void memory_return(void *data);
+int memory_prepare(void);
+
+#endif

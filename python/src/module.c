@@ -1,0 +1,154 @@
+/* heed._C: the library for Python. Its functions take the arguments of `enum argument` in that order; the package's
+ * Python files give them names, defaults and meaning, and say which way a call goes. */
+#include "call.h"
+#include "memory.h"
+#include "torch.h"
+
+static int check_count(const char *name, Py_ssize_t given, Py_ssize_t expected)
+{
+    if (given == expected)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s: takes %zd arguments, got %zd", name, expected, given);
+    return -1;
+}
+
+/* forward(out, want_lse, *arguments) -> o, or (o, lse). No autograd. out: None, or where o is to be written. */
+static PyObject *forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
+{
+    (void)module;
+    PyObject *o = NULL, *lse = NULL, *result = NULL;
+    call c;
+    if (check_count("forward", n, 2 + ARGUMENTS))
+        return NULL;
+    int want_lse = PyObject_IsTrue(p[1]);
+    if (want_lse >= 0 && !call_open(&c, p + 2)) {
+        o = p[0] == Py_None ? call_new_o(&c) : (Py_INCREF(p[0]), p[0]);
+        if (o && !call_view(&c, o, "output", 1, &c.a.o) &&
+            (!want_lse || ((lse = call_new_lse(&c)) && !call_view_rows(&c, lse, "lse", &c.a.lse))) && !call_forward(&c))
+            result = want_lse ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
+    }
+    call_close(&c);
+    Py_XDECREF(o);
+    Py_XDECREF(lse);
+    return result;
+}
+
+/* backward(do, dlse, o, lse, wants, *arguments) -> (dq, dk, dv, dbias, dsink), None where wants, five of them, is
+ * false. dlse may be None. */
+static PyObject *backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
+{
+    (void)module;
+    if (check_count("backward", n, 5 + ARGUMENTS))
+        return NULL;
+    int wants[GRADIENTS];
+    for (int i = 0; i < GRADIENTS; i++) {
+        PyObject *want = PySequence_GetItem(p[4], i);
+        wants[i] = want ? PyObject_IsTrue(want) : -1;
+        Py_XDECREF(want);
+        if (wants[i] < 0)
+            return NULL;
+    }
+    return torch_gradients(p[0], p[1], p[2], p[3], wants, p + 5, GRADIENTS);
+}
+
+static PyObject *set_threads(PyObject *module, PyObject *number)
+{
+    (void)module;
+    long threads = PyLong_AsLong(number);
+    if (threads == -1 && PyErr_Occurred())
+        return NULL;
+    if (threads < 0 || threads > 1 << 20) {
+        PyErr_Format(PyExc_ValueError, "threads: is %ld, expected 0 or more", threads);
+        return NULL;
+    }
+    heed_set_threads((int)threads);
+    Py_RETURN_NONE;
+}
+
+/* explain(chip, backward, *arguments) -> str */
+static PyObject *explain(PyObject *module, PyObject *const *p, Py_ssize_t n)
+{
+    (void)module;
+    if (check_count("explain", n, 2 + ARGUMENTS))
+        return NULL;
+    call c;
+    PyObject *result = NULL;
+    char text[8192];
+    const char *chip = NULL;
+    if (p[0] != Py_None && !(chip = PyUnicode_AsUTF8AndSize(p[0], NULL)))
+        return NULL;
+    int with_gradient = PyObject_IsTrue(p[1]);
+    if (with_gradient >= 0 && !call_open(&c, p + 2)) {
+        c.a.o = c.a.q, c.a.o.data = NULL, c.a.o.shape[3] = c.a.v.shape[3];
+        for (int d = 0; d < 4; d++)
+            c.a.o.stride[d] = 0;
+        heed_gradient g = { .d_o = c.a.o, .d_q = c.a.q, .d_k = c.a.k, .d_v = c.a.v };
+        heed_tensor *made[] = { &g.d_q, &g.d_k, &g.d_v };
+        for (int i = 0; i < 3; i++)
+            for (int d = 0; d < 4; d++)
+                made[i]->data = NULL, made[i]->stride[d] = 0;
+        c.a.lse = (heed_tensor){ .shape = { c.a.q.shape[0], c.a.q.shape[1], c.a.q.shape[2], 1 } };
+        heed_status status = heed_explain(&c.a, with_gradient ? &g : NULL, &c.x, chip, text, sizeof text);
+        result = status ? (call_fail(status), NULL) : PyUnicode_FromString(text);
+    }
+    call_close(&c);
+    return result;
+}
+
+static PyObject *version(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    return PyUnicode_FromString(heed_version_string());
+}
+
+/* kernels() -> [(name, "cpu" | "cuda" | "reference", backward, runs_here)] in order of preference */
+static PyObject *kernels(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    static const char *const backends[] = { "cpu", "cuda", "reference" };
+    PyObject *list = PyList_New(0);
+    heed_kernel_info info;
+    for (int n = 0; list && !heed_kernel_at(n, &info); n++) {
+        PyObject *row = Py_BuildValue("ssOO", info.name, backends[info.backend], info.backward ? Py_True : Py_False,
+                                      info.runs_here ? Py_True : Py_False);
+        if (!row || PyList_Append(list, row))
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
+/* use(otherwise, empty, stream): the Python functions that torch.h and memory.h speak of */
+static PyObject *use(PyObject *module, PyObject *args)
+{
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OOO", &torch_otherwise, &memory_empty_function, &memory_stream_function))
+        return NULL;
+    Py_INCREF(args); /* and with it all of them, for good */
+    Py_RETURN_NONE;
+}
+
+#define FAST(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
+static PyMethodDef methods[] = {
+    { "forward", FAST(forward), NULL },
+    { "backward", FAST(backward), NULL },
+    { "explain", FAST(explain), NULL },
+    { "attention", FAST(torch_attention), NULL },
+    { "function_forward", FAST(torch_function_forward), NULL },
+    { "function_backward", FAST(torch_function_backward), NULL },
+    { "function_state", torch_function_state, METH_O, NULL },
+    { "use", use, METH_VARARGS, NULL },
+    { "use_torch", torch_use, METH_VARARGS, NULL },
+    { "set_threads", set_threads, METH_O, NULL },
+    { "version", version, METH_NOARGS, NULL },
+    { "kernels", kernels, METH_NOARGS, NULL },
+    { NULL, NULL, 0, NULL },
+};
+
+PyMODINIT_FUNC PyInit__C(void);
+PyMODINIT_FUNC PyInit__C(void)
+{
+    static struct PyModuleDef definition = { PyModuleDef_HEAD_INIT, .m_name = "heed._C", .m_size = -1,
+                                             .m_methods = methods };
+    return torch_prepare() || memory_prepare() ? NULL : PyModule_Create(&definition);
+}

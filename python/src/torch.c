@@ -1,0 +1,378 @@
+#include "torch.h"
+#include "memory.h"
+
+#include <string.h>
+
+PyObject *torch_otherwise;
+static PyObject *apply, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast, *forward_ad;
+static PyObject *s_current_level, *s_requires_grad, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options,
+    *s_materialize_grads;
+
+static const int differentiable[GRADIENTS] = { ARG_Q, ARG_K, ARG_V, ARG_BIAS, ARG_SINK };
+/* Those that are a tensor where they are given. */
+static const int tensors[] = { ARG_Q,
+                               ARG_K,
+                               ARG_V,
+                               ARG_BIAS,
+                               ARG_SINK,
+                               ARG_MASK,
+                               ARG_ALIBI_SLOPES,
+                               ARG_LENGTHS_Q,
+                               ARG_LENGTHS_K,
+                               ARG_CU_SEQLENS_Q,
+                               ARG_CU_SEQLENS_K,
+                               ARG_DROPOUT_SEED };
+enum { TENSORS = sizeof tensors / sizeof *tensors };
+
+int torch_prepare(void)
+{
+    const struct {
+        PyObject **to;
+        const char *text;
+    } names[] = {
+        { &s_current_level, "_current_level" },
+        { &s_requires_grad, "requires_grad" },
+        { &s_to_save, "to_save" },
+        { &s_saved_tensors, "saved_tensors" },
+        { &s_needs_input_grad, "needs_input_grad" },
+        { &s_options, "options" },
+        { &s_materialize_grads, "materialize_grads" },
+    };
+    for (size_t n = 0; n < sizeof names / sizeof *names; n++)
+        if (!(*names[n].to = PyUnicode_InternFromString(names[n].text)))
+            return -1;
+    return 0;
+}
+
+PyObject *torch_use(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *tensor, *parameter, *exchange;
+    const char *library;
+    if (!PyArg_ParseTuple(args, "OOOsO(OO)OOOO", &tensor, &parameter, &exchange, &library, &memory_torch_empty_like,
+                          &dispatch_modes, &autocast, &forward_ad, &is_grad_enabled, &functorch_active, &apply))
+        return NULL;
+    Py_INCREF(args); /* and with it all of them, for good */
+    if (exchange == Py_None)
+        Py_RETURN_NONE;
+    const dl_exchange *table = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
+    while (table && table->version.major != 1)
+        table = table->previous;
+    if (table && table->borrow) {
+        view_exchange_type = (PyTypeObject *)tensor;
+        view_exchange_subtype = (PyTypeObject *)parameter;
+        view_exchange = table;
+        memory_use_torch_shim(library);
+    }
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
+/* ---- Is it an ordinary call? ------------------------------------------------------------------------------------ */
+
+static int is_true(PyObject *function)
+{
+    PyObject *answer = PyObject_CallNoArgs(function);
+    int yes = answer ? PyObject_IsTrue(answer) : 1;
+    Py_XDECREF(answer);
+    return yes;
+}
+
+static int is_plain(PyObject *object)
+{
+    return Py_TYPE(object) == view_exchange_type || Py_TYPE(object) == view_exchange_subtype;
+}
+
+static int requires_grad(PyObject *object)
+{
+    if (object == Py_None)
+        return 0;
+    PyObject *answer = PyObject_GetAttr(object, s_requires_grad);
+    Py_XDECREF(answer);
+    return answer != Py_False;
+}
+
+/* Inside torch.autograd.forward_ad.dual_level() tensors may carry a tangent. */
+static int has_tangents(void)
+{
+    PyObject *level = PyObject_GetAttr(forward_ad, s_current_level);
+    long number = level ? PyLong_AsLong(level) : 0;
+    Py_XDECREF(level);
+    return number >= 0;
+}
+
+/* Tensors, not of a subclass, and no autocast, tracing or dispatch mode that would have to see the operation. */
+static int is_ordinary(PyObject *const *args)
+{
+    if (!view_exchange || !is_plain(args[ARG_Q]) || !is_plain(args[ARG_K]) || !is_plain(args[ARG_V]))
+        return 0;
+    for (int n = GRAD_BIAS; n < TENSORS; n++)
+        if (args[tensors[n]] != Py_None && !is_plain(args[tensors[n]]) && tensors[n] != ARG_DROPOUT_SEED)
+            return 0;
+    if (args[ARG_ALIBI_SLOPES] != Py_None && requires_grad(args[ARG_ALIBI_SLOPES]))
+        return 0;
+    return !is_true(dispatch_modes) && !is_true(autocast) && !has_tangents();
+}
+
+static int needs_autograd(PyObject *const *args)
+{
+    if (!is_true(is_grad_enabled))
+        return 0;
+    for (int n = 0; n < GRADIENTS; n++)
+        if (requires_grad(args[differentiable[n]]))
+            return 1;
+    return 0;
+}
+
+/* A view with the negative bit (torch's lazy conjugation) has the wrong sign in memory. It comes from the imaginary part
+ * of something, so that its columns are not next to each other: only then it is worth asking. */
+static int is_negated(const view *v, PyObject *object)
+{
+    if (v->ndim == 0 || v->stride[v->ndim - 1] == 1)
+        return 0;
+    PyObject *answer = PyObject_CallMethod(object, "is_neg", NULL);
+    Py_XDECREF(answer);
+    return answer != Py_False;
+}
+
+/* Fake tensors, and others without memory behind them, have no data. */
+static int is_real(const call *c, PyObject *const *args)
+{
+    const heed_tensor *inputs[] = { &c->a.q, &c->a.k, &c->a.v };
+    for (int n = 0; n < 3; n++) {
+        const int64_t *shape = inputs[n]->shape;
+        if (!inputs[n]->data && shape[0] && shape[1] && shape[2] && shape[3])
+            return 0;
+    }
+    return !is_negated(&c->q, args[ARG_Q]) && !is_negated(&c->others[0], args[ARG_K]) &&
+           !is_negated(&c->others[1], args[ARG_V]);
+}
+
+/* ---- Forward ---------------------------------------------------------------------------------------------------- */
+
+/* Set where the last call of compute() on this thread failed before it had done anything. */
+static _Thread_local int not_understood;
+
+/* o, and lse where wanted, as new references. */
+static int compute(PyObject *const *args, int want_lse, PyObject **o, PyObject **lse)
+{
+    call c;
+    int bad = call_open(&c, args);
+    *o = *lse = NULL;
+    if (!bad && !is_real(&c, args)) {
+        PyErr_SetString(PyExc_TypeError, "q, k and v: expected tensors with memory of their own");
+        bad = -1;
+    }
+    not_understood = bad;
+    if (!bad)
+        bad = !(*o = call_new_o(&c)) || call_view(&c, *o, "o", 1, &c.a.o);
+    if (!bad && want_lse)
+        bad = !(*lse = call_new_lse(&c)) || call_view_rows(&c, *lse, "lse", &c.a.lse);
+    if (!bad)
+        bad = call_forward(&c);
+    call_close(&c);
+    if (bad) {
+        Py_CLEAR(*o);
+        Py_CLEAR(*lse);
+    }
+    return bad;
+}
+
+static PyObject *with_autograd(PyObject *return_lse, PyObject *const *args)
+{
+    PyObject *all = PyList_New(ARGUMENTS), *result = NULL;
+    for (int n = 0; all && n < ARGUMENTS; n++) {
+        Py_INCREF(args[n]);
+        PyList_SetItem(all, n, args[n]);
+    }
+    if (all)
+        result = PyObject_CallFunctionObjArgs(apply, args[ARG_Q], args[ARG_K], args[ARG_V], args[ARG_BIAS],
+                                              args[ARG_SINK], return_lse, all, NULL);
+    Py_XDECREF(all);
+    return result;
+}
+
+static PyObject *without_autograd(PyObject *return_lse, PyObject *const *args)
+{
+    PyObject *o, *lse, *result;
+    if (compute(args, return_lse == Py_True, &o, &lse))
+        return NULL;
+    if (!lse)
+        return o;
+    result = PyTuple_Pack(2, o, lse);
+    Py_DECREF(o);
+    Py_DECREF(lse);
+    return result;
+}
+
+PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
+{
+    (void)module;
+    if (n != 1 + ARGUMENTS) {
+        PyErr_Format(PyExc_TypeError, "attention: takes %d arguments, got %zd", 1 + ARGUMENTS, n);
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (is_ordinary(p + 1)) {
+        not_understood = 0;
+        if (!needs_autograd(p + 1))
+            result = without_autograd(p[0], p + 1);
+        else if (!is_true(functorch_active))
+            result = with_autograd(p[0], p + 1);
+        if (result || (PyErr_Occurred() && !not_understood))
+            return result;
+        PyErr_Clear();
+    }
+    PyObject *all = PyTuple_New(n);
+    for (Py_ssize_t i = 0; all && i < n; i++) {
+        Py_INCREF(p[i]);
+        PyTuple_SetItem(all, i, p[i]);
+    }
+    if (all)
+        result = PyObject_CallObject(torch_otherwise, all);
+    Py_XDECREF(all);
+    return result;
+}
+
+/* ---- The autograd function -------------------------------------------------------------------------------------- */
+
+static PyObject *or_none(PyObject *object) { return object ? object : Py_None; }
+
+/* Tensors go through save_for_backward, which watches for changes in place and lets hooks move them. The list of
+ * arguments stays in ctx.options with an Ellipsis in the place of each. */
+static int remember(PyObject *ctx, PyObject *list, PyObject *o, PyObject *lse)
+{
+    PyObject *kept[2 + TENSORS] = { o, lse };
+    int count = 2;
+    for (int n = 0; n < TENSORS; n++) {
+        PyObject *value = PyList_GetItem(list, tensors[n]);
+        if (is_plain(value))
+            kept[count++] = value;
+    }
+    PyObject *tuple = PyTuple_New(count);
+    if (!tuple)
+        return -1;
+    for (int n = 0; n < count; n++) {
+        Py_INCREF(kept[n]);
+        PyTuple_SetItem(tuple, n, kept[n]);
+    }
+    for (int n = 0; n < TENSORS; n++)
+        if (is_plain(PyList_GetItem(list, tensors[n]))) {
+            Py_INCREF(Py_Ellipsis);
+            PyList_SetItem(list, tensors[n], Py_Ellipsis);
+        }
+    int bad = PyObject_SetAttr(ctx, s_to_save, tuple) || PyObject_SetAttr(ctx, s_options, list) ||
+              PyObject_SetAttr(ctx, s_materialize_grads, Py_False);
+    Py_DECREF(tuple);
+    return bad;
+}
+
+PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
+{
+    (void)module;
+    enum { CTX, RETURN_LSE = 1 + GRADIENTS, ALL, COUNT };
+    PyObject *args[ARGUMENTS], *o, *lse, *result = NULL;
+    if (n != COUNT || !PyList_Check(p[ALL]) || PyList_Size(p[ALL]) != ARGUMENTS) {
+        PyErr_SetString(PyExc_TypeError, "function_forward: takes ctx, q, k, v, bias, sink, return_lse and a list");
+        return NULL;
+    }
+    for (int i = 0; i < ARGUMENTS; i++)
+        args[i] = PyList_GetItem(p[ALL], i);
+    if (compute(args, 1, &o, &lse))
+        return NULL;
+    if (!remember(p[CTX], p[ALL], o, lse))
+        result = p[RETURN_LSE] == Py_True ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
+    Py_DECREF(o);
+    Py_DECREF(lse);
+    return result;
+}
+
+PyObject *torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants,
+                          PyObject *const *args, int size)
+{
+    call c;
+    PyObject *made[GRADIENTS] = { NULL }, *result = NULL;
+    heed_tensor *const tensors[GRADIENTS] = { &c.g.d_q, &c.g.d_k, &c.g.d_v, &c.g.d_bias, &c.g.d_sink };
+    static const char *const names[GRADIENTS] = { "dq", "dk", "dv", "dbias", "dsink" };
+    memset(&c.g, 0, sizeof c.g);
+    int bad = call_open(&c, args) || call_view(&c, o, "o", 0, &c.a.o) || call_view_rows(&c, lse, "lse", &c.a.lse) ||
+              call_view(&c, d_o, "do", 0, &c.g.d_o) ||
+              (d_lse != Py_None && call_view_rows(&c, d_lse, "dlse", &c.g.d_lse));
+    for (int n = 0; n < GRADIENTS && !bad; n++) {
+        PyObject *of = args[differentiable[n]];
+        if (!wants[n] || of == Py_None)
+            continue;
+        if (!(made[n] = call_new_like(&c, of)))
+            bad = -1;
+        else if (n == GRAD_BIAS)
+            bad = call_view_bias(&c, made[n], names[n], tensors[n]);
+        else if (n == GRAD_SINK)
+            bad = call_view_heads(&c, made[n], names[n], tensors[n]);
+        else
+            bad = call_view(&c, made[n], names[n], 1, tensors[n]);
+    }
+    if (!bad && !call_backward(&c) && (result = PyTuple_New(size)))
+        for (int n = 0; n < size; n++) {
+            PyObject *gradient = n < GRADIENTS ? or_none(made[n]) : Py_None;
+            Py_INCREF(gradient);
+            PyTuple_SetItem(result, n, gradient);
+        }
+    call_close(&c);
+    for (int n = 0; n < GRADIENTS; n++)
+        Py_XDECREF(made[n]);
+    return result;
+}
+
+/* What remember() kept, put together again. All references are borrowed from kept and list. */
+static void recall(PyObject *kept, PyObject *list, PyObject **args)
+{
+    int next = 2;
+    for (int n = 0; n < ARGUMENTS; n++)
+        args[n] = PyList_GetItem(list, n);
+    for (int n = 0; n < TENSORS; n++)
+        if (args[tensors[n]] == Py_Ellipsis)
+            args[tensors[n]] = PyTuple_GetItem(kept, next++);
+}
+
+PyObject *torch_function_state(PyObject *module, PyObject *ctx)
+{
+    (void)module;
+    PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = PyObject_GetAttr(ctx, s_options);
+    PyObject *arguments = kept && list ? PyTuple_New(ARGUMENTS) : NULL, *args[ARGUMENTS], *result = NULL;
+    if (arguments) {
+        recall(kept, list, args);
+        for (int n = 0; n < ARGUMENTS; n++) {
+            Py_INCREF(args[n]);
+            PyTuple_SetItem(arguments, n, args[n]);
+        }
+        result = PyTuple_Pack(3, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), arguments);
+    }
+    Py_XDECREF(kept);
+    Py_XDECREF(list);
+    Py_XDECREF(arguments);
+    return result;
+}
+
+PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
+{
+    (void)module;
+    enum { CTX, D_O, D_LSE, COUNT };
+    if (n != COUNT) {
+        PyErr_SetString(PyExc_TypeError, "function_backward: takes ctx, do and dlse");
+        return NULL;
+    }
+    PyObject *kept = PyObject_GetAttr(p[CTX], s_saved_tensors), *list = PyObject_GetAttr(p[CTX], s_options);
+    PyObject *needs = PyObject_GetAttr(p[CTX], s_needs_input_grad), *args[ARGUMENTS], *result = NULL;
+    if (kept && list && needs) {
+        int wants[GRADIENTS];
+        recall(kept, list, args);
+        for (int i = 0; i < GRADIENTS; i++)
+            wants[i] = PyTuple_GetItem(needs, i) == Py_True;
+        result = torch_gradients(p[D_O], p[D_LSE], PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), wants, args,
+                                 GRADIENTS + 2);
+    }
+    Py_XDECREF(kept);
+    Py_XDECREF(list);
+    Py_XDECREF(needs);
+    return result;
+}

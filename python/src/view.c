@@ -1,0 +1,217 @@
+#include "view.h"
+
+#include <stdio.h>
+#include <string.h>
+
+PyTypeObject *view_exchange_type, *view_exchange_subtype;
+const dl_exchange *view_exchange;
+
+int64_t view_elements(const view *v)
+{
+    int64_t n = 1;
+    for (int d = 0; d < v->ndim; d++)
+        n *= v->shape[d];
+    return n;
+}
+
+int view_same_device(const view *v, const view *w)
+{
+    return v->device.type == w->device.type && (v->device.type == DL_CPU || v->device.id == w->device.id);
+}
+
+const char *view_dtype_name(const view *v)
+{
+    static _Thread_local char text[32];
+    static const char *const kinds[] = { "int", "uint", "float", "opaque", "bfloat", "complex", "bool" };
+    if (v->dtype.code == DL_BOOL)
+        return "bool";
+    snprintf(text, sizeof text, "%s%d", v->dtype.code < 7 ? kinds[v->dtype.code] : "a type of code ",
+             v->dtype.code < 7 ? v->dtype.bits : v->dtype.code);
+    return text;
+}
+
+const char *view_device_name(const view *v)
+{
+    static _Thread_local char text[32];
+    if (v->device.type == DL_CPU)
+        return "the CPU";
+    snprintf(text, sizeof text, v->device.type == DL_CUDA ? "cuda:%d" : "device %d", (int)v->device.id);
+    return text;
+}
+
+static int fail_rank(const char *name, int ndim)
+{
+    PyErr_Format(PyExc_ValueError, "%s: has %d dimensions, expected at most %d", name, ndim, MAX_DIMS);
+    return -1;
+}
+
+static int from_dlpack(view *v, const dl_tensor *t, const char *name)
+{
+    if (t->ndim > MAX_DIMS)
+        return fail_rank(name, t->ndim);
+    v->data = (char *)t->data + t->byte_offset;
+    v->device = t->device;
+    if (v->device.type == DL_CUDA_HOST)
+        v->device = (dl_device){ DL_CPU, 0 };
+    if (v->device.type == DL_CUDA_MANAGED)
+        v->device.type = DL_CUDA;
+    v->dtype = t->dtype;
+    v->ndim = t->ndim;
+    int64_t packed = 1;
+    for (int d = t->ndim - 1; d >= 0; d--) {
+        v->shape[d] = t->shape[d];
+        v->stride[d] = t->strides ? t->strides[d] : packed;
+        packed *= t->shape[d];
+    }
+    return 0;
+}
+
+/* One element of a buffer in the terms of the struct module: 'f', 'e', 'd', '?', 'i', 'l', 'q'. */
+static int dtype_of_format(const char *format, Py_ssize_t size, dl_dtype *dtype)
+{
+    const uint16_t endian = 1;
+    char native = *(const char *)&endian ? '<' : '>';
+    if (format && (*format == '@' || *format == '=' || *format == native))
+        format++;
+    if (!format || !*format || format[1])
+        return -1;
+    *dtype = (dl_dtype){ .bits = (uint8_t)(8 * size), .lanes = 1 };
+    if (strchr("efd", *format))
+        dtype->code = DL_FLOAT;
+    else if (*format == '?')
+        dtype->code = DL_BOOL;
+    else if (strchr("bhilqn", *format))
+        dtype->code = DL_INT;
+    else if (strchr("BHILQN", *format))
+        dtype->code = DL_UINT;
+    else
+        return -1;
+    return 0;
+}
+
+static int open_buffer(view *v, PyObject *object, const char *name, int writable)
+{
+    Py_buffer *b = &v->held.buffer;
+    if (PyObject_GetBuffer(object, b, PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)))
+        return -1;
+    int bad = dtype_of_format(b->format, b->itemsize, &v->dtype);
+    if (bad)
+        PyErr_Format(PyExc_TypeError, "%s: elements of format '%s' are none that heed knows", name, b->format);
+    else if (b->ndim > MAX_DIMS)
+        bad = fail_rank(name, b->ndim);
+    for (int d = 0; d < b->ndim && !bad; d++) {
+        v->shape[d] = b->shape[d];
+        v->stride[d] = b->strides[d] / b->itemsize;
+        if (b->strides[d] % b->itemsize && b->shape[d] > 1) {
+            PyErr_Format(PyExc_ValueError, "%s: stride %d is %zd bytes, expected a multiple of the element size %zd",
+                         name, d, b->strides[d], b->itemsize);
+            bad = -1;
+        }
+    }
+    if (bad) {
+        PyBuffer_Release(b);
+        return -1;
+    }
+    v->kind = BUFFER;
+    v->data = b->buf;
+    v->device = (dl_device){ DL_CPU, 0 };
+    v->ndim = b->ndim;
+    return 0;
+}
+
+/* A capsule of __dlpack__(), whose owner we become by renaming it. */
+static int open_capsule(view *v, PyObject *capsule, const char *name, int writable)
+{
+    int bad;
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        v->kind = MANAGED_VERSIONED;
+        v->held.versioned = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        if (v->held.versioned->version.major != 1) {
+            PyErr_Format(PyExc_TypeError, "%s: speaks DLPack %d, expected 1", name,
+                         (int)v->held.versioned->version.major);
+            return -1;
+        }
+        PyCapsule_SetName(capsule, "used_dltensor_versioned");
+        bad = from_dlpack(v, &v->held.versioned->tensor, name);
+        if (!bad && writable && v->held.versioned->flags & DL_READ_ONLY) {
+            PyErr_Format(PyExc_ValueError, "%s: is read-only", name);
+            bad = -1;
+        }
+    } else {
+        v->kind = MANAGED;
+        v->held.managed = PyCapsule_GetPointer(capsule, "dltensor");
+        if (!v->held.managed)
+            return -1;
+        PyCapsule_SetName(capsule, "used_dltensor");
+        bad = from_dlpack(v, &v->held.managed->tensor, name);
+    }
+    if (bad)
+        view_close(v);
+    return bad;
+}
+
+static int open_any(view *v, PyObject *object, const char *name, int writable)
+{
+    v->copy = NULL;
+    v->kind = BORROWED;
+    if (view_exchange && (Py_TYPE(object) == view_exchange_type || Py_TYPE(object) == view_exchange_subtype)) {
+        dl_tensor t;
+        return view_exchange->borrow(object, &t) ? -1 : from_dlpack(v, &t, name);
+    }
+    if (PyObject_CheckBuffer(object))
+        return open_buffer(v, object, name, writable);
+    if (!PyObject_HasAttrString(object, "__dlpack__")) {
+        PyErr_Format(PyExc_TypeError, "%s: is %R, expected a tensor or an array", name, Py_TYPE(object));
+        return -1;
+    }
+    PyObject *capsule = PyObject_CallMethod(object, "__dlpack__", NULL);
+    if (!capsule)
+        return -1;
+    int bad = open_capsule(v, capsule, name, writable);
+    Py_DECREF(capsule);
+    return bad;
+}
+
+/* heed reads four strides of 0 as "packed": a single number expanded to a whole tensor has to be said otherwise. */
+static int all_strides_zero(const view *v)
+{
+    for (int d = 0; d < v->ndim; d++)
+        if (v->shape[d] > 1 ? v->stride[d] != 0 : v->shape[d] == 0)
+            return 0;
+    return v->ndim > 0 && view_elements(v) > 1;
+}
+
+int view_open(view *v, PyObject *object, const char *name, int writable)
+{
+    if (open_any(v, object, name, writable))
+        return -1;
+    if (v->device.type != DL_CPU && v->device.type != DL_CUDA) {
+        PyErr_Format(PyExc_ValueError, "%s: is on a device of DLPack type %d, expected the CPU or CUDA", name,
+                     (int)v->device.type);
+        view_close(v);
+        return -1;
+    }
+    if (!all_strides_zero(v) || writable)
+        return 0;
+    view_close(v);
+    int torch = view_exchange && PyObject_HasAttrString(object, "contiguous");
+    PyObject *copy = PyObject_CallMethod(object, torch ? "contiguous" : "copy", NULL);
+    if (!copy || open_any(v, copy, name, 0)) {
+        Py_XDECREF(copy);
+        return -1;
+    }
+    v->copy = copy;
+    return 0;
+}
+
+void view_close(view *v)
+{
+    if (v->kind == BUFFER)
+        PyBuffer_Release(&v->held.buffer);
+    else if (v->kind == MANAGED && v->held.managed->deleter)
+        v->held.managed->deleter(v->held.managed);
+    else if (v->kind == MANAGED_VERSIONED && v->held.versioned->deleter)
+        v->held.versioned->deleter(v->held.versioned);
+    v->kind = BORROWED;
+    Py_CLEAR(v->copy);
+}

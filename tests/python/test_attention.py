@@ -1,0 +1,183 @@
+"""heed.attention against the definition in float64, over problems that mix every argument."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import check_close, problems
+
+import heed
+
+_EXAMPLES = settings.default.max_examples
+
+
+@given(data=st.data())
+@settings(max_examples=3 * _EXAMPLES)
+def test_forward_and_gradients_are_those_of_the_definition(data, device):
+    p = data.draw(problems(device))
+    inputs = p.require_grad()
+    o, lse = heed.attention(p.q, p.k, p.v, return_lse=True, **p.options)
+    options = {name: value for name, value in p.options.items() if name != "deterministic"}
+    expected, expected_lse = reference.attention(p.q, p.k, p.v, **options)
+    dtype = p.q.dtype
+    assert o.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    check_close("o", o, expected, dtype)
+    check_close("lse", lse, expected_lse, torch.float32 if dtype != torch.float64 else dtype)
+
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    seen = expected_lse > -torch.inf
+    grads = torch.autograd.grad((o, lse), inputs, (do, dlse), allow_unused=True)
+    loss = (expected * do.double()).sum() + (expected_lse[seen] * dlse.double()[seen]).sum()
+    wanted = torch.autograd.grad(loss, inputs, allow_unused=True)
+    for name, grad, want, t in zip(p.differentiable, grads, wanted, inputs, strict=True):
+        want = torch.zeros_like(t) if want is None else want
+        if name == "bias":
+            want = want.nan_to_num(0.0)
+        assert grad.dtype == t.dtype and grad.shape == t.shape
+        check_close(f"d{name}", grad, want, dtype if t.dtype != torch.float64 else t.dtype)
+
+
+@given(data=st.data())
+@settings(max_examples=_EXAMPLES // 2)
+def test_a_call_without_gradient_gives_the_same_bits(data, device):
+    p = data.draw(problems(device))
+    with torch.no_grad():
+        o = heed.attention(p.q, p.k, p.v, **p.options)
+    p.require_grad()
+    assert torch.equal(o, heed.attention(p.q, p.k, p.v, **p.options))
+
+
+@given(data=st.data())
+@settings(max_examples=_EXAMPLES // 2)
+def test_attention_backward_is_what_autograd_gives(data, device):
+    p = data.draw(problems(device))
+    o, lse = heed.attention(p.q, p.k, p.v, return_lse=True, **p.options)
+    do = torch.randn_like(o)
+    dlse = torch.randn_like(lse) if data.draw(st.booleans()) else None
+    direct = heed.attention_backward(do, p.q, p.k, p.v, o, lse, dlse=dlse, **p.options)
+    inputs = p.require_grad()
+    o, lse = heed.attention(p.q, p.k, p.v, return_lse=True, **p.options)
+    outputs, grads = ((o, lse), (do, dlse)) if dlse is not None else ((o,), (do,))
+    for a, b in zip(direct, torch.autograd.grad(outputs, inputs, grads), strict=True):
+        assert torch.equal(a, b)
+
+
+@given(data=st.data())
+@settings(max_examples=_EXAMPLES // 2)
+def test_dropout_drops_by_seed_and_its_gradient_follows(data, device):
+    p = data.draw(problems(device, plain=True))
+    p.q, p.k, p.v = (reference.to_bhsd(t, p.options["layout"]).float().contiguous() for t in (p.q, p.k, p.v))
+    B, H, S = p.q.shape[:3]
+    G, T = p.k.shape[1:3]
+    how = {"dropout_p": data.draw(st.sampled_from([0.125, 0.5])), "dropout_seed": data.draw(st.integers(0, 2**64 - 1))}
+    p.options = {}
+    inputs = p.require_grad()
+    eye = torch.eye(T, device=device).expand(B, G, T, T)
+    with torch.no_grad():
+        shown = heed.attention(p.q, p.k, eye, **how)
+        full = heed.attention(p.q, p.k, eye)
+    keep = (shown > 0).double() / (1 - how["dropout_p"])
+    assert torch.allclose(shown.double(), full.double() * keep, atol=1e-5)
+    o = heed.attention(p.q, p.k, p.v, **how)
+    expected, _ = reference.attention(p.q, p.k, p.v, keep=keep)
+    check_close("o", o, expected, torch.float32)
+    do = torch.randn_like(o)
+    wanted = torch.autograd.grad(expected, inputs, do.double())
+    for name, grad, want in zip("qkv", torch.autograd.grad(o, inputs, do), wanted, strict=True):
+        check_close(f"d{name}", grad, want, torch.float32)
+    assert B * H * S * T < 400 or abs((shown == 0).double().mean().item() - how["dropout_p"]) < 0.2
+
+
+def test_dropout_follows_the_generator_of_torch(device):
+    q = torch.randn(1, 2, 20, 16, device=device)
+    torch.manual_seed(1)
+    a, b = (heed.attention(q, q, q, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(1)
+    c = heed.attention(q, q, q, dropout_p=0.5)
+    seed = torch.tensor([7], device=device)
+    assert torch.equal(a, c) and not torch.equal(a, b)
+    with_number = heed.attention(q, q, q, dropout_p=0.5, dropout_seed=7)
+    assert torch.equal(with_number, heed.attention(q, q, q, dropout_p=0.5, dropout_seed=seed))
+
+
+@given(data=st.data())
+@settings(max_examples=_EXAMPLES)
+def test_packed_sequences_are_as_if_each_were_alone(data, device):
+    heads, ratio = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    D = data.draw(st.integers(1, 40))
+    lengths = data.draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=4))
+    offsets_q, offsets_k = ([sum(n[side] for n in lengths[:b]) for b in range(len(lengths) + 1)] for side in (0, 1))
+    H = heads * ratio
+    q = torch.randn(offsets_q[-1], H, D, device=device, requires_grad=True)
+    k, v = (torch.randn(offsets_k[-1], heads, D, device=device, requires_grad=True) for _ in range(2))
+    options = {}
+    if data.draw(st.booleans()):
+        options["causal"] = True
+    if data.draw(st.booleans()):
+        options |= {"stride": data.draw(st.integers(1, 3)), "sink": torch.randn(H, device=device, requires_grad=True)}
+    kind = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    cu = (torch.tensor(offsets, dtype=kind, device=device) for offsets in (offsets_q, offsets_k))
+    most = [max(n[side] for n in lengths) for side in (0, 1)]
+    o, lse = heed.attention_varlen(q, k, v, *cu, *most, return_lse=True, **options)
+    assert o.shape == q.shape and lse.shape == (H, len(q))
+
+    parts = []
+    for b in range(len(lengths)):
+        rows, keys = slice(*offsets_q[b : b + 2]), slice(*offsets_k[b : b + 2])
+        part = heed.attention(q[None, rows], k[None, keys], v[None, keys], layout="bshd", return_lse=True, **options)
+        assert torch.equal(part[1][0], lse[:, rows])
+        parts.append(part[0][0])
+    together = torch.cat(parts)
+    assert torch.equal(together, o)
+    do = torch.randn_like(o)
+    inputs = [q, k, v]
+    for a, b in zip(torch.autograd.grad(o, inputs, do), torch.autograd.grad(together, inputs, do), strict=True):
+        check_close("gradient", a, b, torch.float32)
+
+
+def test_packed_sequences_take_biases_masks_and_backward(device):
+    q, k, v = (torch.randn(9, 2, 8, device=device, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    bias = torch.randn(2, 5, 5, device=device, requires_grad=True)
+    mask = torch.rand(2, 1, 5, 5, device=device) > 0.3
+    slopes = torch.tensor([0.1, 0.2], device=device)
+    how = {"bias": bias, "mask": mask, "softcap": 3.0, "scale": 0.5, "window": (2, 1), "alibi_slopes": slopes}
+    o, lse = heed.attention_varlen(q, k, v, cu, cu, 5, 5, return_lse=True, deterministic=False, **how)
+    do = torch.randn_like(o)
+    grads = torch.autograd.grad(o, (q, k, v, bias), do)
+    for b, rows in enumerate((slice(0, 4), slice(4, 9))):
+        n = rows.stop - rows.start
+        one = how | {"bias": bias[:, :n, :n], "mask": mask[b, :, :n, :n]}
+        part, _ = reference.attention(q[None, rows], k[None, rows], v[None, rows], layout="bshd", **one)
+        check_close("o", o[None, rows], part, torch.float32)
+        for full, grad in zip(grads[:3], torch.autograd.grad(part, (q, k, v), do[None, rows].double()), strict=True):
+            check_close("gradient", full[rows], grad[rows], torch.float32)
+    direct = heed.attention_backward(
+        do, q, k, v, o, lse, layout="thd", cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=5, max_seqlen_k=5, **how
+    )
+    for a, b in zip(direct, grads, strict=True):
+        check_close("gradient", a, b, torch.float32)
+
+
+def test_lengths_shorten_packed_keys(device):
+    q, k = torch.randn(3, 1, 8, device=device), torch.randn(10, 1, 8, device=device)
+    cu_q, cu_k = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, 1, 3], [0, 4, 10]))
+    short = torch.tensor([2, 5], device=device)
+    o = heed.attention_varlen(q, k, k, cu_q, cu_k, 2, 6, lengths_k=short)
+    assert torch.equal(o[1:], heed.attention(q[None, 1:], k[None, 4:9], k[None, 4:9], layout="bshd")[0])
+    assert torch.equal(o[:1], heed.attention(q[None, :1], k[None, :2], k[None, :2], layout="bshd")[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_longer_sequences(device, dtype):
+    q, k, v = (torch.randn(1, 3, 700, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    o = heed.attention(q, k, v, causal=True, window=(300, None))
+    expected, _ = reference.attention(q, k, v, causal=True, window=(300, None))
+    check_close("o", o, expected, dtype)
+    do = torch.randn_like(o)
+    wanted = torch.autograd.grad(expected, (q, k, v), do.double())
+    for grad, want in zip(torch.autograd.grad(o, (q, k, v), do), wanted, strict=True):
+        check_close("gradient", grad, want, dtype)

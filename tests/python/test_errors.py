@@ -1,0 +1,169 @@
+"""Wrong arguments: the right exception, with a message that names the argument, and nothing done."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import heed
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(prototype|beta).*")
+Q = torch.randn(2, 4, 5, 8)
+
+
+def message(kind, text, *arguments, function=heed.attention, **options):
+    with pytest.raises(kind, match=text):
+        function(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "changes"),
+    [
+        (TypeError, "q: is a .*list", {"q": [1.0]}),
+        (TypeError, "k: is a .*ndarray", {"k": Q.numpy()}),
+        (TypeError, "mask: is a .*ndarray", {"mask": np.ones((5, 5), bool)}),
+        (TypeError, "v: is a .*str", {"v": "v"}),
+        (TypeError, "q: is a .*NoneType", {"q": None}),
+        (ValueError, "q: has 3 dimensions, expected 4", {"q": Q[0]}),
+        (ValueError, "k: has 2 dimensions", {"k": Q[0, 0]}),
+        (ValueError, "5 dimensions", {"q": Q[None]}),
+        (TypeError, "q: dtype is int64", {"q": Q.long(), "k": Q.long(), "v": Q.long()}),
+        (TypeError, "q: dtype is .*complex", {"q": Q.to(torch.complex64)}),
+        (TypeError, "k: dtype is .*complex", {"k": Q.to(torch.complex64).conj()}),
+        (ValueError, "k: dtype is fp16", {"k": Q.half()}),
+        (ValueError, "head_dim is 7", {"k": Q[..., :7]}),
+        (ValueError, "v", {"v": Q[:, :, :4]}),
+        (ValueError, "batch", {"k": Q[:1], "v": Q[:1]}),
+        (ValueError, "head", {"k": Q[:, :3], "v": Q[:, :3]}),
+        (TypeError, "q: has layout torch.sparse_coo", {"q": Q.to_sparse()}),
+        (TypeError, "v: has layout torch.sparse_csr", {"v": Q[0, 0].to_sparse_csr()}),
+        (TypeError, "q: is a nested tensor", {"q": torch.nested.nested_tensor([Q[0], Q[1]])}),
+        (TypeError, "q: is a nested tensor", {"q": torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged)}),
+        (TypeError, "q: is a meta tensor", {"q": Q.to("meta"), "k": Q.to("meta"), "v": Q.to("meta")}),
+        (TypeError, "bias: is a meta tensor", {"bias": Q.to("meta")}),
+        (ValueError, "layout: is 'sbhd'", {"layout": "sbhd"}),
+        (ValueError, "layout: is 3", {"layout": 3}),
+        (TypeError, "causal: is 3", {"causal": 3}),
+        (ValueError, "causal: is 'upper'", {"causal": "upper"}),
+        (TypeError, "window: is 3", {"window": 3}),
+        (TypeError, "window: is 'a'", {"window": ("a", 1)}),
+        (ValueError, "window: is -2", {"window": (-2, 1)}),
+        (ValueError, "stride: is 0, expected 1 or more", {"stride": 0}),
+        (ValueError, "stride: is -3, expected 1 or more", {"stride": -3}),
+        (TypeError, "stride: is 1.5", {"stride": 1.5}),
+        (TypeError, "mask: dtype is float32, expected bool", {"mask": Q.new_ones(5, 5)}),
+        (TypeError, "mask: dtype is", {"mask": torch.ones(5, 5, dtype=torch.uint8)}),
+        (ValueError, "mask", {"mask": torch.ones(5, 6, dtype=torch.bool)}),
+        (ValueError, "bias", {"bias": torch.ones(3, 5, 5)}),
+        (TypeError, "bias: dtype is int64", {"bias": torch.ones(5, 5, dtype=torch.int64)}),
+        (ValueError, "bias: dtype is fp16", {"bias": torch.ones(5, 5, dtype=torch.float16)}),
+        (ValueError, "scale", {"scale": float("nan")}),
+        (TypeError, "scale: is 'big'", {"scale": "big"}),
+        (ValueError, "softcap", {"softcap": -1.0}),
+        (ValueError, "alibi", {"alibi_slopes": torch.ones(3)}),
+        (ValueError, "alibi_slopes: requires a gradient", {"alibi_slopes": torch.ones(4, requires_grad=True)}),
+        (ValueError, "sink", {"sink": torch.ones(3)}),
+        (ValueError, "sink: has 2 dimensions", {"sink": torch.ones(2, 4)}),
+        (ValueError, "dropout", {"dropout_p": 1.5, "dropout_seed": 1}),
+        (ValueError, "dropout", {"dropout_p": -0.5, "dropout_seed": 1}),
+        (TypeError, "dropout_p: is 'half'", {"dropout_p": "half"}),
+        (TypeError, "lengths_k: dtype is torch.float32", {"lengths_k": torch.ones(2)}),
+        (ValueError, "lengths_q: expected 2 numbers", {"lengths_q": torch.ones(3, dtype=torch.int32)}),
+        (ValueError, "lengths_k", {"lengths_k": torch.tensor([1, 9])}),
+        (ValueError, "lengths_k", {"lengths_k": torch.tensor([1, -1])}),
+    ],
+)  # fmt: skip
+def test_attention_says_what_is_wrong(kind, text, changes):
+    for needs_grad in (False, True):
+        given = {"q": Q, "k": Q, "v": Q} | changes
+        if needs_grad:
+            given["v"] = given["v"].clone().requires_grad_() if given["v"] is Q else given["v"]
+        message(kind, text, **given)
+
+
+def test_devices_must_agree(device):
+    if device != "cuda":
+        pytest.skip("needs --gpu")
+    there = Q.to(device)
+    message(ValueError, "k: is on cpu, q is on cuda", there, Q, there)
+    message(ValueError, "bias: is on cpu, q is on cuda", there, there, there, bias=torch.zeros(5, 5))
+    message(ValueError, "k: is on cuda:0, q is on cpu", Q, there, there)
+    message((NotImplementedError, ValueError), "fp64", there.double(), there.double(), there.double())
+
+
+def test_packed_sequences_say_what_is_wrong():
+    x, cu = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    varlen = heed.attention_varlen
+    message(ValueError, "q: has 4 dimensions, expected 3", Q, Q, Q, cu, cu, 4, 4, function=varlen)
+    message(ValueError, "cu_seqlens_k: expected 3", x, x, x, cu, cu[:2].clone(), 4, 4, function=varlen)
+    message(TypeError, "cu_seqlens_q: dtype", x, x, x, cu.float(), cu, 4, 4, function=varlen)
+    message(TypeError, "max_seqlen_q: is None", x, x, x, cu, cu, None, 4, function=varlen)
+    message(ValueError, "max_seqlen_k: is -1", x, x, x, cu, cu, 4, -1, function=varlen)
+    message(ValueError, "cu_seqlens_q", x, x, x, None, cu, 4, 4, function=varlen)
+    message(ValueError, "max_rows|offsets_q|length", x, x, x, cu, cu, 2, 2, function=varlen)
+    message(ValueError, "offsets_q", x, x, x, torch.tensor([0, 2, 9]), cu, 4, 4, function=varlen)
+    message(ValueError, "offsets_q", x, x, x, torch.tensor([0, 4, 2]), cu, 4, 4, function=varlen)
+
+
+def test_backward_says_what_is_wrong():
+    o, lse = heed.attention(Q, Q, Q, return_lse=True)
+    backward = heed.attention_backward
+    message(ValueError, "do|d_o", o[:1], Q, Q, Q, o, lse, function=backward)
+    message(ValueError, "lse: has 4 dimensions", o, Q, Q, Q, o, lse[..., None], function=backward)
+    message(TypeError, "o: is a", o, Q, Q, Q, None, lse, function=backward)
+    message(TypeError, "do: is a", o.numpy(), Q, Q, Q, o, lse, function=backward)
+    message(ValueError, "dropout_seed: is None", o, Q, Q, Q, o, lse, function=backward, dropout_p=0.5)
+
+
+def test_self_attention_says_what_is_wrong():
+    x, out = torch.randn(5, 64), torch.empty(5, 64)
+    self_attention = heed.self_attention
+    message(ValueError, "output: requires a gradient", x, out.clone().requires_grad_(), function=self_attention)
+    message(ValueError, "x: requires a gradient", x.clone().requires_grad_(), out, function=self_attention)
+    message(ValueError, r"x: has shape \[5, 64\], expected \[n, 32\]", x, out, 32, function=self_attention)
+    message(ValueError, "output: has 4 rows, x has 5", x, out[:4], function=self_attention)
+    message(TypeError, "x: dtype is torch.float64", x.double(), out, function=self_attention)
+    message(TypeError, "x: is a list", [1], out, function=self_attention)
+    message(TypeError, "output: is a numpy.ndarray", x, out.numpy(), function=self_attention)
+    message(TypeError, "output: is a meta tensor", x, out.to("meta"), function=self_attention)
+    message(ValueError, "overlap", x, x, function=self_attention)
+    message(TypeError, "x: has layout", x.to_sparse(), out, function=self_attention)
+    frozen = np.zeros((5, 64), np.float32)
+    frozen.flags.writeable = False
+    message((ValueError, BufferError), "read-only|not writable", x.numpy(), frozen, function=self_attention)
+    with torch.no_grad():
+        heed.self_attention(x.clone().requires_grad_(), out)
+    message(ValueError, "grad_output: has shape", x[:, :3], x, function=heed.self_attention_backward)
+
+
+def test_masks_of_a_wrong_type():
+    message(TypeError, "mask: is a list", Q, Q, Q, [1], function=heed.fused_attention_with_mask)
+    ints = torch.ones(5, 5, dtype=torch.int32)
+    message(TypeError, "bias: dtype is int32", Q, Q, Q, ints, function=heed.fused_attention_with_mask)
+    message(TypeError, "attn_mask: is a list", Q, Q, Q, [1], function=heed.scaled_dot_product_attention)
+
+
+def test_modules_say_what_is_wrong():
+    message(ValueError, "stride: is -1", -1, function=heed.CustomStridedAttention)
+    message(TypeError, "stride: is 1.5", 1.5, function=heed.CustomStridedAttention)
+    message(ValueError, "num_kv_heads: is 3", 64, 8, num_kv_heads=3, function=heed.nn.Attention)
+    message(ValueError, "num_heads: is 7", 64, 7, function=heed.nn.Attention)
+    message(ValueError, "rotary: head_dim is 3", 9, 3, rotary=True, function=heed.nn.Attention)
+    message(ValueError, "dropout: is 1", 64, 8, dropout=1, function=heed.nn.Attention)
+    message(ValueError, "stride: is 0", Q, Q, Q, 0, function=heed.naive_strided_attention)
+
+
+def test_other_functions_say_what_is_wrong():
+    message(ValueError, "threads: is -1", -1, function=heed.set_threads)
+    message(ValueError, "chip|sm_9000", Q, Q, Q, chip="sm_9000", function=heed.explain)
+    message(TypeError, "unexpected keyword", Q, Q, Q, colour="red", function=heed.explain)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        heed.nothing
+
+
+def test_a_failed_call_leaves_the_output_alone():
+    out = torch.full((5, 64), 7.0)
+    with pytest.raises(ValueError):
+        heed.self_attention(torch.randn(5, 64), out[:4])
+    assert (out == 7).all()

@@ -1,0 +1,122 @@
+"""Generation over a cache: contiguous and paged, torch and NumPy, against attention over the keys put together by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import heed
+
+
+@st.composite
+def caches(draw, device):
+    B, G, ratio, D = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 20))
+    S, N = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    size, columns = draw(st.sampled_from([(1, 8), (3, 4), (16, 2)]))
+    lengths = [draw(st.integers(0, size * columns - N)) for _ in range(B)]
+    made = {"device": device, "dtype": dtype}
+    pages = B * columns + 2
+    table = torch.randperm(pages, device=device)[: B * columns].reshape(B, columns).to(torch.int32)
+    k_pages, v_pages = torch.randn(pages, size, G, D, **made), torch.randn(pages, size, G, D + 1, **made)
+    new = (torch.randn(B, N, G, D, **made), torch.randn(B, N, G, D + 1, **made)) if N else (None, None)
+    kind = draw(st.sampled_from([torch.int32, torch.int64]))
+    q = torch.randn(B, S, G * ratio, D, **made)
+    return q, k_pages, v_pages, *new, torch.tensor(lengths, device=device, dtype=kind), table
+
+
+def expected(q, k, v, new_k, new_v, lengths, **options):
+    """k, v: [B, capacity, G, D]: one sequence after the other, with its new keys behind the old ones."""
+    rows = []
+    for b, length in enumerate(lengths.tolist()):
+        keys, values = k[b : b + 1, :length], v[b : b + 1, :length]
+        if new_k is not None:
+            keys, values = torch.cat((keys, new_k[b : b + 1]), 1), torch.cat((values, new_v[b : b + 1]), 1)
+        rows.append(heed.attention(q[b : b + 1], keys, values, layout="bshd", **options))
+    return torch.cat(rows)
+
+
+@given(data=st.data(), paged=st.booleans(), causal=st.booleans())
+@settings(max_examples=settings.default.max_examples // 2)
+def test_new_keys_are_appended_and_attended_to(data, device, paged, causal):
+    q, k_pages, v_pages, new_k, new_v, lengths, table = data.draw(caches(device))
+    flat_k, flat_v = (t[table.long()].flatten(1, 2) for t in (k_pages, v_pages))
+    want = expected(q, flat_k, flat_v, new_k, new_v, lengths, causal=causal)
+    cache = (k_pages, v_pages) if paged else (flat_k.clone(), flat_v.clone())
+    o, lse = heed.attention_with_kvcache(
+        q, *cache, new_k, new_v, lengths, table if paged else None, causal=causal, return_lse=True
+    )
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[q.dtype]
+    assert torch.allclose(o.float(), want.float(), atol=tolerance)
+    after_k, after_v = (t[table.long()].flatten(1, 2) for t in cache) if paged else cache
+    for b, length in enumerate(lengths.tolist()):
+        assert torch.equal(after_k[b, :length], flat_k[b, :length])
+        if new_k is not None:
+            stop = length + new_k.shape[1]
+            assert torch.equal(after_k[b, length:stop], new_k[b]) and torch.equal(after_v[b, length:stop], new_v[b])
+            assert torch.equal(after_k[b, stop:], flat_k[b, stop:])
+    if device == "cpu" and q.dtype != torch.bfloat16:
+        arrays = (None if t is None else t.numpy() for t in (q, flat_k, flat_v, new_k, new_v, lengths))
+        from_numpy = heed.attention_with_kvcache(*arrays, causal=causal)
+        assert torch.allclose(torch.from_numpy(from_numpy).float(), want.float(), atol=tolerance)
+
+
+def test_the_options_of_attention_apply(device):
+    q, k, v = (torch.randn(2, n, 2, 8, device=device) for n in (1, 12, 12))
+    lengths = torch.tensor([12, 12], device=device)
+    how = {
+        "window": (5, 0), "stride": 2, "scale": 0.4, "softcap": 2.0, "sink": torch.randn(2, device=device),
+        "alibi_slopes": torch.rand(2, device=device), "bias": torch.randn(1, 12, device=device),
+        "mask": torch.rand(1, 12, device=device) > 0.2, "lengths_q": torch.tensor([1, 0], device=device),
+    }  # fmt: skip
+    o = heed.attention_with_kvcache(q, k, v, cache_seqlens=lengths, deterministic=False, **how)
+    want = heed.attention(q, k, v, layout="bshd", **how)
+    assert torch.allclose(o, want, atol=1e-6)
+    assert torch.equal(heed.attention_with_kvcache(q, k, v), heed.attention(q, k, v, layout="bshd"))
+
+
+def test_a_cache_says_what_is_wrong(device):
+    q, cache, new = (torch.randn(2, n, 2, 8, device=device) for n in (1, 4, 1))
+    lengths = torch.tensor([1, 2], device=device)
+    call = heed.attention_with_kvcache
+    for kind, text, arguments in [
+        (ValueError, "k, v: one is None", (q, cache, cache, new, None, lengths)),
+        (ValueError, "cache_seqlens: is None", (q, cache, cache, new, new)),
+        (ValueError, "k: has shape", (q, cache, cache, new[:1], new, lengths)),
+        (TypeError, "k: dtype is torch.float16", (q, cache, cache, new.half(), new, lengths)),
+        (ValueError, "q: has 3 dimensions", (q[0], cache, cache)),
+        (TypeError, "k_cache: is a int", (q, 1, cache)),
+        (ValueError, "k: has 5 rows", (q, cache, cache, *(torch.randn(2, 5, 2, 8, device=device),) * 2, lengths)),
+        (ValueError, "q: requires a gradient", (q.clone().requires_grad_(), cache, cache)),
+    ]:
+        with pytest.raises(kind, match=text):
+            call(*arguments)
+    if device == "cpu":
+        before = cache.clone()
+        with pytest.raises(ValueError, match="cache_seqlens: 5 keys"):
+            call(q, cache, cache.clone(), new, new, torch.tensor([1, 4]))
+        with pytest.raises(ValueError, match="3 pages"):
+            pages = torch.randn(3, 2, 2, 8)
+            call(q, pages, pages.clone(), new, new, lengths, torch.tensor([[0, 7], [1, 9]]))
+        assert torch.equal(before, cache)
+
+
+def test_on_a_gpu_what_does_not_fit_is_dropped(device):
+    if device != "cuda":
+        pytest.skip("needs --gpu")
+    q, new = (torch.randn(2, n, 2, 8, device=device) for n in (1, 2))
+    cache = torch.randn(2, 4, 2, 8, device=device)
+    before = cache.clone()
+    heed.attention_with_kvcache(q, cache, cache.clone(), new, new, torch.tensor([1, 3], device=device))
+    assert torch.equal(cache[0, 1:3], new[0]) and torch.equal(cache[1, 3], new[1, 0])
+    assert torch.equal(cache[:, 0], before[:, 0]) and torch.equal(cache[1, :3], before[1, :3])
+    pages = torch.randn(3, 2, 2, 8, device=device)
+    kept = pages.clone()
+    table = torch.tensor([[5, -1], [7, 9]], device=device)
+    heed.attention_with_kvcache(q, pages, pages.clone(), new, new, torch.tensor([0, 2], device=device), table)
+    torch.cuda.synchronize()
+    assert torch.equal(pages, kept)

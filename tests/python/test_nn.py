@@ -1,0 +1,155 @@
+"""The modules, the drop-in for PyTorch's function, and the short names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import heed
+
+
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples)
+def test_scaled_dot_product_attention_is_that_of_torch(data, device):
+    heads, S, T, D = (data.draw(st.integers(1, 6)) for _ in range(4))
+    lead = data.draw(st.sampled_from([(), (1,), (2,), (2, 3)]))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    gqa = data.draw(st.booleans()) and len(lead) == 1
+    H = heads * 2 if gqa else heads
+    shape = (*lead, H, S, D) if lead or data.draw(st.booleans()) else (S, D)
+    keys = (*lead, heads, T, D) if len(shape) > 2 else (T, D)
+    q, k, v = (torch.randn(s, device=device, requires_grad=True) for s in (shape, keys, keys))
+    how = {"enable_gqa": gqa, "scale": data.draw(st.sampled_from([None, 0.5]))}
+    kind = data.draw(st.sampled_from(["none", "causal", "bool", "float"]))
+    if kind == "causal":
+        how["is_causal"] = True
+    elif kind != "none":
+        mask = torch.randn(*data.draw(st.sampled_from([(S, T), (1, T), (S, 1)])), device=device)
+        how["attn_mask"] = mask > -0.5 if kind == "bool" else mask
+    o = heed.scaled_dot_product_attention(q, k, v, **how)
+    want = F.scaled_dot_product_attention(q, k, v, **how)
+    assert o.shape == want.shape and torch.allclose(o, want, atol=2e-5)
+    do = torch.randn_like(o)
+    for a, b in zip(torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do), strict=True):
+        assert a.shape == b.shape and torch.allclose(a, b, atol=1e-4)
+
+
+def test_scaled_dot_product_attention_broadcasts_and_refuses(device):
+    q, k = torch.randn(2, 3, 4, 5, 8, device=device), torch.randn(1, 1, 4, 7, 8, device=device)
+    assert torch.allclose(heed.scaled_dot_product_attention(q, k, k), F.scaled_dot_product_attention(q, k, k), atol=1e-5)
+    mask = torch.rand(2, 1, 4, 5, 7, device=device) > 0.3
+    want = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+    assert torch.allclose(heed.scaled_dot_product_attention(q, k, k, attn_mask=mask), want, atol=1e-5)
+    with pytest.raises(ValueError, match="attn_mask: expected None"):
+        heed.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=True)
+    with pytest.raises(ValueError, match="key: has 2 heads, query has 4"):
+        heed.scaled_dot_product_attention(q[0], k[0, :, :2], k[0, :, :2])
+    torch.manual_seed(0)
+    dropped = heed.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert not torch.equal(dropped, heed.scaled_dot_product_attention(q, q, q))
+
+
+@pytest.mark.parametrize("rotary", [False, True, 500.0])
+@pytest.mark.parametrize("kv_heads", [None, 1, 2])
+def test_attention_module_is_its_formula(device, rotary, kv_heads):
+    torch.manual_seed(0)
+    layer = heed.nn.Attention(24, 4, num_kv_heads=kv_heads, rotary=rotary, causal=True, stride=2, device=device)
+    x = torch.randn(2, 9, 24, device=device, requires_grad=True)
+    G = kv_heads or 4
+    q = layer.q(x).reshape(2, 9, 4, 6)
+    k, v = (t.reshape(2, 9, G, 6) for t in layer.kv(x).split(G * 6, -1))
+    if rotary:
+        base = 10000.0 if rotary is True else rotary
+        angle = torch.arange(9, device=device)[:, None] * base ** (-torch.arange(3, device=device) / 3)
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        q, k = ((torch.complex(t[..., :3], t[..., 3:]) * turn) for t in (q, k))
+        q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
+    o, _ = reference.attention(q, k, v, layout="bshd", causal=True, stride=2)
+    want = layer.out(o.float().flatten(-2))
+    y = layer(x)
+    assert torch.allclose(y, want, atol=1e-5)
+    names = [name for name, _ in layer.named_parameters()]
+    assert names == ["q.weight", "q.bias", "kv.weight", "kv.bias", "out.weight", "out.bias"]
+    grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    wanted = torch.autograd.grad(want.square().sum(), [x, *layer.parameters()])
+    for a, b in zip(grads, wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
+
+
+def test_attention_module_options(device):
+    torch.manual_seed(0)
+    layer = heed.nn.Attention(16, 2, context_dim=10, head_dim=12, bias=False, dropout=0.5, device=device)
+    x, context = torch.randn(3, 4, 16, device=device), torch.randn(3, 6, 10, device=device)
+    assert not torch.equal(layer(x, context), layer(x, context))
+    layer.eval()
+    y = layer(x, context)
+    assert y.shape == x.shape and torch.equal(y, layer(x, context))
+    lengths = torch.tensor([6, 2, 5], device=device)
+    mask = torch.arange(6, device=device) < lengths[:, None]
+    assert torch.allclose(layer(x, context, lengths=lengths), layer(x, context, mask=mask[:, None, None]), atol=1e-6)
+    bias = torch.where(mask, 0.0, -torch.inf)[:, None, None]
+    assert torch.allclose(layer(x, context, bias=bias), layer(x, context, lengths=lengths), atol=1e-6)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(again(x, context), y)
+    assert "16, 2, head_dim=12, dropout=0.5" in repr(layer)
+    banded = heed.nn.Attention(16, 2, window=(2, 1), softcap=5.0, rotary=True, device=device)
+    shifted = banded(x, positions=torch.arange(4, device=device) + 100)
+    assert torch.allclose(shifted, banded(x), atol=1e-4)
+    with pytest.raises(ValueError, match="positions: is given with a context"):
+        banded(x, x, positions=torch.arange(4, device=device))
+
+
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 4)
+def test_strided_attention_is_the_naive_one(data, device):
+    B, H, S, D = (data.draw(st.integers(1, n)) for n in (2, 3, 40, 32))
+    stride = data.draw(st.integers(1, 8))
+    q, k, v = (torch.randn(B, H, S, D, device=device, requires_grad=True) for _ in range(3))
+    o, want = heed.CustomStridedAttention(stride)(q, k, v), heed.naive_strided_attention(q, k, v, stride)
+    assert torch.allclose(o, want, atol=1e-5)
+    do = torch.randn_like(o)
+    for a, b in zip(torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    assert repr(heed.CustomStridedAttention(stride)) == f"CustomStridedAttention(stride={stride})"
+
+
+@given(n=st.integers(1, 50), d=st.sampled_from([1, 16, 64]))
+@settings(max_examples=settings.default.max_examples // 4)
+def test_self_attention_and_its_gradients(n, d, device):
+    x = torch.randn(n, d, device=device)
+    output = torch.empty_like(x)
+    assert heed.self_attention(x, output, d=d) is None
+    parts = [x.clone().requires_grad_() for _ in range(3)]
+    want = torch.softmax(parts[0] @ parts[1].T / d**0.5, -1) @ parts[2]
+    assert torch.allclose(output, want, atol=1e-5)
+    do = torch.randn_like(x)
+    for a, b in zip(heed.self_attention_backward(do, x, d=d), torch.autograd.grad(want, parts, do), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    if device == "cpu":
+        array = torch.empty_like(x).numpy()
+        heed.self_attention(x.numpy(), array, d)
+        assert torch.equal(torch.from_numpy(array), output)
+
+
+def test_fused_attention_with_and_without_mask(device):
+    q, k, v = (torch.randn(2, 3, 7, 16, device=device) for _ in range(3))
+    plain = heed.fused_attention(q, k, v)
+    assert torch.allclose(plain, F.scaled_dot_product_attention(q, k, v), atol=1e-5)
+    assert torch.equal(plain, heed.fused_attention_with_mask(q, k, v, None))
+    mask = torch.rand(7, 7, device=device) > 0.4
+    for given in (mask, torch.randn(2, 1, 7, 7, device=device)):
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=given)
+        assert torch.allclose(heed.fused_attention_with_mask(q, k, v, given), want, atol=1e-5)
+
+
+def test_names_that_need_torch_are_found():
+    assert heed.Attention is heed.nn.Attention and heed.CustomStridedAttention is heed.nn.CustomStridedAttention
+    assert set(heed.__all__) <= set(dir(heed)) | {"nn"}
+    assert all(getattr(heed, name) is not None for name in heed.__all__)

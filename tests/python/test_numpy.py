@@ -1,0 +1,164 @@
+"""NumPy and other arrays, with and without PyTorch in the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import heed
+
+rng = np.random.default_rng(0)
+
+
+def naive(q, k, v, **how):
+    scores = np.einsum("bhid,bhjd->bhij", q, k, dtype=np.float64) * q.shape[-1] ** -0.5
+    scores = scores + how.get("bias", 0)
+    visible = np.broadcast_to(how.get("mask", True), scores.shape)
+    if how.get("causal"):
+        S, T = scores.shape[-2:]
+        visible = visible & (np.arange(T) <= np.arange(S)[:, None] + T - S)
+    weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("bhij,bhjd->bhid", weights / weights.sum(-1, keepdims=True), v)
+
+
+def arrays(*shape, dtype=np.float32):
+    return [rng.standard_normal(shape).astype(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float16, 4e-3), (np.float64, 1e-12)])
+def test_arrays_in_arrays_out(dtype, tolerance):
+    q, k, v = arrays(2, 3, 7, 16, dtype=dtype)
+    bias = rng.standard_normal((7, 7)).astype(dtype)
+    o, lse = heed.attention(q, k, v, causal=True, bias=bias, return_lse=True)
+    assert type(o) is np.ndarray and o.dtype == dtype and lse.shape == (2, 3, 7)
+    np.testing.assert_allclose(o, naive(q, k, v, causal=True, bias=bias), atol=tolerance)
+
+
+def test_any_order_in_memory():
+    q, k, v = (a.transpose(0, 2, 1, 3)[:, ::-1, ::2] for a in arrays(2, 14, 3, 16))
+    frozen = k.copy()
+    frozen.flags.writeable = False
+    np.testing.assert_allclose(heed.attention(q, frozen, v), naive(q, k, v), atol=1e-5)
+    fortran = np.asfortranarray(q)
+    np.testing.assert_allclose(heed.attention(fortran, k, v), naive(q, k, v), atol=1e-5)
+    one = np.broadcast_to(np.float32(1), (2, 2, 3, 4))
+    np.testing.assert_allclose(heed.attention(one, one, one), one)
+    turned = heed.attention(*(a.swapaxes(1, 2) for a in (q, k, v)), layout="bshd")
+    np.testing.assert_array_equal(turned.swapaxes(1, 2), heed.attention(q, k, v))
+
+
+def test_every_other_argument():
+    q, k, v = arrays(2, 4, 6, 8)
+    how = {
+        "window": (2, 2), "stride": 2, "mask": rng.random((6, 6)) > 0.2, "scale": 0.3, "softcap": 3.0,
+        "alibi_slopes": rng.random(4), "sink": rng.standard_normal(4), "lengths_q": np.array([6, 3]),
+        "lengths_k": np.array([4, 6]), "dropout_p": 0.25, "dropout_seed": 5, "deterministic": False,
+    }  # fmt: skip
+    o, lse = heed.attention(q, k, v, return_lse=True, **how)
+    torch = pytest.importorskip("torch")
+    as_tensors = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
+    want = heed.attention(*map(torch.from_numpy, (q, k, v)), return_lse=True, **as_tensors)
+    np.testing.assert_array_equal(o, want[0])
+    np.testing.assert_array_equal(lse, want[1])
+    do = rng.standard_normal(o.shape).astype(np.float32)
+    grads = heed.attention_backward(do, q, k, v, o, lse, **how)
+    inputs = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
+    heed.attention(*inputs, **as_tensors).backward(torch.from_numpy(do))
+    for a, b in zip(grads, inputs, strict=False):
+        np.testing.assert_array_equal(a, b.grad)
+    assert len(grads) == 4
+
+
+def test_dropout_follows_the_generator_of_numpy():
+    q, k, v = arrays(1, 2, 20, 8)
+    np.random.seed(0)
+    a = heed.attention(q, k, v, dropout_p=0.5)
+    np.random.seed(0)
+    np.testing.assert_array_equal(a, heed.attention(q, k, v, dropout_p=0.5))
+    assert (a != heed.attention(q, k, v, dropout_p=0.5)).any()
+
+
+def test_packed_sequences():
+    q, k, v = (a[0] for a in arrays(1, 9, 2, 8))
+    cu = np.array([0, 4, 9])
+    o = heed.attention_varlen(q, k, v, cu, cu, 5, 5)
+    for rows in (slice(0, 4), slice(4, 9)):
+        part = heed.attention(*(a[None, rows] for a in (q, k, v)), layout="bshd")
+        np.testing.assert_array_equal(o[rows], part[0])
+
+
+def test_wrong_arguments():
+    q, k, v = arrays(1, 2, 3, 4)
+    for kind, text, call in [
+        (TypeError, "q: is a list", lambda: heed.attention([1], k, v)),
+        (TypeError, "mask: is a list", lambda: heed.attention(q, k, v, mask=[True])),
+        (TypeError, "q: dtype is int64", lambda: heed.attention(q.astype(int), k, v)),
+        (TypeError, "format|dtype", lambda: heed.attention(q.astype("O"), k, v)),
+        (TypeError, "format|dtype", lambda: heed.attention(q.astype(np.complex64), k, v)),
+        (TypeError, "format", lambda: heed.attention(q.astype(">f4"), k, v)),
+        (ValueError, "head_dim is 3", lambda: heed.attention(q, k[..., :3], v)),
+        (ValueError, "q: has 5 dimensions", lambda: heed.attention(q[None], k, v)),
+        (TypeError, "lengths_k: dtype is float64", lambda: heed.attention(q, k, v, lengths_k=np.ones(1))),
+        (ValueError, "stride 3 is 6 bytes", lambda: heed.attention(_uneven(), k, v)),
+    ]:
+        with pytest.raises(kind, match=text):
+            call()
+
+
+def _uneven():
+    record = np.zeros((1, 2, 3, 4), dtype=np.dtype([("x", "<f4"), ("y", "<i2")]))
+    return record["x"]
+
+
+def test_without_torch():
+    """heed works where PyTorch is not, and does not load it where it is not asked for."""
+    program = """
+import sys
+import numpy as np, heed
+x = np.ones((1, 1, 2, 4), np.float32)
+assert (heed.attention(x, x, x) == 1).all() and "torch" not in sys.modules
+sys.modules["torch"] = None
+try:
+    heed.nn
+except ImportError:
+    print("fine", heed.__version__)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("fine 0.")
+
+
+def test_torch_may_come_later():
+    pytest.importorskip("torch")
+    program = """
+import heed, torch
+x = torch.ones(1, 1, 2, 4)
+compiled = torch.compile(heed.attention, fullgraph=True, backend="eager")
+print(compiled(x, x, x).sum().item(), heed.attention(x, x, x).sum().item())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "8.0 8.0"
+
+
+def test_what_the_library_says_of_itself():
+    q = np.ones((1, 1, 8, 8), np.float32)
+    assert "forward_" in heed.explain(q, q, q) and "backward_" in heed.explain(q, q, q, backward=True, causal=True)
+    table = heed.kernels()
+    assert {"name", "backend", "backward", "runs_here"} == set(table[0])
+    assert any(row["backend"] == "cpu" and row["runs_here"] for row in table)
+    before = heed.attention(q, q, q)
+    heed.set_threads(1)
+    np.testing.assert_array_equal(before, heed.attention(q, q, q))
+    heed.set_threads(0)
+
+
+def test_jax_arrays():
+    jnp = pytest.importorskip("jax.numpy")
+    q, k, v = arrays(1, 2, 5, 8)
+    o, lse = heed.attention(*map(jnp.asarray, (q, k, v)), causal=True, return_lse=True)
+    assert isinstance(o, jnp.ndarray)
+    np.testing.assert_array_equal(np.asarray(o), heed.attention(q, k, v, causal=True))
+    grads = heed.attention_backward(o, *map(jnp.asarray, (q, k, v)), o, lse, causal=True)
+    assert all(isinstance(g, jnp.ndarray) for g in grads)

@@ -1,0 +1,481 @@
+"""heed as a part of PyTorch: compiling, exporting, transforms, autocast, checkpoints, hooks, streams and graphs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import reference
+import torch
+import torch._dynamo.testing
+from problems import check_close
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import heed
+from heed import _ops, _torch
+from heed._arguments import Arguments
+
+
+def make(device, *shapes, grad=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.randn(s, device=device, dtype=dtype, requires_grad=grad) for s in shapes]
+
+
+def qkv(device, S=9, T=11, grad=True, dtype=torch.float32):
+    return make(device, (2, 4, S, 8), (2, 2, T, 8), (2, 2, T, 8), grad=grad, dtype=dtype)
+
+
+def same(a, b, tolerance=0.0):
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        assert torch.allclose(x, y, rtol=0, atol=tolerance), (x - y).abs().max()
+
+
+def gradients(f, inputs):
+    return torch.autograd.grad(f(*inputs).square().sum(), inputs)
+
+
+# ---- torch.compile and torch.export ------------------------------------------------------------------------------------
+
+_OPTIONS = [
+    {},
+    {"causal": True, "window": (3, None), "stride": 2, "scale": 0.5, "softcap": 4.0},
+    {"causal": "top_left", "return_lse": True, "deterministic": False},
+    {"tensors": ("mask", "bias", "alibi_slopes", "sink", "lengths_q", "lengths_k")},
+]
+
+
+def with_tensors(options, device):
+    options = dict(options)
+    given = {
+        "mask": torch.rand(9, 11, device=device) > 0.2,
+        "bias": torch.randn(4, 9, 11, device=device),
+        "alibi_slopes": torch.rand(4, device=device),
+        "sink": torch.randn(4, device=device),
+        "lengths_q": torch.tensor([9, 4], device=device),
+        "lengths_k": torch.tensor([5, 11], device=device),
+    }
+    return options | {name: given[name] for name in options.pop("tensors", ())} if "tensors" in options else options
+
+
+@pytest.mark.parametrize("options", _OPTIONS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_into_one_graph(options, backend, device):
+    options = with_tensors({name: value for name, value in options.items()}, device)
+    if backend == "inductor" and device == "cpu" and options:
+        pytest.skip("once is enough: inductor takes the operator as it is")
+
+    def f(q, k, v):
+        result = heed.attention(q * 2, k, v, **options)
+        return result[0].sin() + result[1].nan_to_num(neginf=0)[..., None] if "return_lse" in options else result.sin()
+
+    torch._dynamo.reset()
+    inputs = qkv(device)
+    compiled = torch.compile(f, fullgraph=True, backend=backend)
+    same([compiled(*inputs)], [f(*inputs)], 1e-6)
+    same(gradients(compiled, inputs), gradients(f, inputs), 1e-5)
+    with torch.no_grad():
+        same([compiled(*inputs)], [f(*inputs)], 1e-6)
+
+
+def test_every_function_compiles(device):
+    q, k, v = qkv(device, T=9, grad=False)
+    k4, v4 = (t.repeat_interleave(2, 1) for t in (k, v))
+    cu = torch.tensor([0, 4, 18], dtype=torch.int32, device=device)
+    packed = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+    layer = heed.nn.Attention(8, 2, rotary=True, causal=True, device=device)
+    lengths = torch.tensor([3, 8], device=device)
+    calls = [
+        lambda: heed.attention_varlen(*packed, cu, cu, 14, 14, causal=True),
+        lambda: heed.scaled_dot_product_attention(q, k4, v4, is_causal=True),
+        lambda: heed.fused_attention(q, k4, v4),
+        lambda: heed.fused_attention_with_mask(q, k4, v4, q[:, :1] @ q[:, :1].transpose(-2, -1) > 0),
+        lambda: heed.CustomStridedAttention(3)(q, k, v),
+        lambda: layer(q[:, 0]),
+        lambda: heed.attention_with_kvcache(q, k4, v4, cache_seqlens=lengths.clamp(max=4)),
+        lambda: heed.attention_backward(q, q, k, v, *heed.attention(q, k, v, return_lse=True))[1],
+    ]
+    for number, call in enumerate(calls):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            try:
+                compiled = torch.compile(call, fullgraph=True, backend="aot_eager")()
+            except Exception as error:
+                raise AssertionError(f"call {number}") from error
+            same([compiled], [call()], 1e-6)
+
+
+def test_dropout_compiles_and_draws_anew(device):
+    q, k, v = qkv(device)
+    f = torch.compile(lambda q, k, v: heed.attention(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    a, b = f(q, k, v), f(q, k, v)
+    assert not torch.equal(a, b)
+    assert all(g.isfinite().all() for g in gradients(f, [q, k, v]))
+
+
+def test_compiles_with_changing_sizes(device):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    f = torch.compile(lambda q, k, v: heed.attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for S in (9, 17, 33):
+        inputs = qkv(device, S=S, T=S + 2)
+        same([f(*inputs)], [heed.attention(*inputs, causal=True)])
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1], "no graph is made anew"
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k, v):
+        return heed.attention(q, k, v, causal=True, layout="bshd")
+
+
+def test_exports(device):
+    S = torch.export.Dim("S", min=2, max=512)
+    inputs = [t.transpose(1, 2) for t in qkv(device, T=9, grad=False)]
+    program = torch.export.export(Layer(), tuple(inputs), dynamic_shapes=({1: S}, {1: S}, {1: S}))
+    assert "heed.attention" in program.graph_module.code
+    longer = [t.transpose(1, 2) for t in qkv(device, S=30, T=30, grad=False)]
+    same([program.module()(*longer)], [Layer()(*longer)])
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_opcheck(layout, device):
+    q, k, v = qkv(device)
+    rest = {"bias": torch.randn(4, 1, 11, device=device, requires_grad=True), "mask": torch.rand(9, 11, device=device) > 0.2}
+    if layout == "bshd":
+        q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
+    if layout == "thd":
+        q, k, v = make(device, (9, 4, 8), (11, 2, 8), (11, 2, 5))
+        cu = [torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, 4, 9], [0, 5, 11])]
+        rest = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "max_seqlen_q": 5, "max_seqlen_k": 6}
+    sink = torch.randn(4, device=device, requires_grad=True)
+    a = Arguments(q, k, v, layout, causal=True, sink=sink, **rest)
+    opcheck(torch.ops.heed.attention.default, _ops.to_op(a))
+    transposed = a._replace(q=q.detach().transpose(0, 1).contiguous().transpose(0, 1))
+    opcheck(torch.ops.heed.attention.default, _ops.to_op(transposed))
+    with torch.no_grad():
+        o, lse = torch.ops.heed.attention(*_ops.to_op(a))
+        flat = [t.detach() if isinstance(t, torch.Tensor) else t for t in _ops.to_op(a)]
+        wants = [True, True, False, a.bias is not None, True]
+        opcheck(torch.ops.heed.attention_backward.default, (o, None, o, lse, wants, *flat))
+
+
+# ---- Transforms, modes and subclasses ----------------------------------------------------------------------------------
+
+
+def test_vmap_in_every_dimension(device):
+    q, k, v = make(device, (3, 2, 4, 9, 8), (3, 2, 2, 11, 8), (3, 2, 2, 11, 8), grad=False)
+    bias, slopes = torch.randn(3, 4, 9, 11, device=device), torch.rand(3, 4, device=device)
+    lengths = torch.randint(1, 11, (3, 2), device=device)
+    sinks = torch.randn(3, 4, device=device)
+    vmap = torch.func.vmap
+    for f, dims, extra in [
+        (lambda q, k, v: heed.attention(q, k, v, causal=True), (0, 0, 0), ()),
+        (lambda q, k, v, b: heed.attention(q, k, v, bias=b), (0, 0, 0, 0), (bias,)),
+        (lambda q, k, v, s, n: heed.attention(q, k, v, alibi_slopes=s, lengths_k=n), (0, 0, 0, 0, 0), (slopes, lengths)),
+        (lambda q, k, v, s: heed.attention(q, k, v, sink=s), (0, 0, 0, 0), (sinks,)),
+        (lambda q, k, v, m: heed.attention(q, k, v, mask=m), (0, 0, 0, None), (bias[0] > 0,)),
+    ]:
+        want = [f(q[n], k[n], v[n], *(x if d is None else x[n] for x, d in zip(extra, dims[3:], strict=True))) for n in range(3)]
+        same([vmap(f, in_dims=dims)(q, k, v, *extra)], [torch.stack(want)], 1e-6)
+    only_q = vmap(lambda q: heed.attention(q, k[0], v[0]), in_dims=1, out_dims=2)(q.movedim(0, 1))
+    same([only_q], [torch.stack([heed.attention(x, k[0], v[0]) for x in q], 2)])
+    twice = vmap(vmap(lambda q, k, v: heed.attention(q[None], k[None], v[None])))(q, k, v)
+    same([twice[:, :, 0]], [torch.stack([heed.attention(*x) for x in zip(q, k, v, strict=True)])], 1e-6)
+
+
+def test_gradients_under_transforms(device):
+    q, k, v = make(device, (3, 2, 4, 9, 8), (3, 2, 2, 11, 8), (3, 2, 2, 11, 8), grad=False)
+    bias = torch.randn(9, 11, device=device)
+
+    def loss(q, k, v, bias):
+        return heed.attention(q, k, v, bias=bias, causal=True).square().sum()
+
+    by_func = torch.func.vmap(torch.func.grad(loss, (0, 1, 2, 3)), in_dims=(0, 0, 0, None))(q, k, v, bias)
+    for n in range(3):
+        inputs = [t.clone().requires_grad_() for t in (q[n], k[n], v[n], bias)]
+        same([t[n] for t in by_func], torch.autograd.grad(loss(*inputs), inputs), 1e-5)
+    jacobian = torch.func.jacrev(lambda q: heed.attention(q, k[0, :1], v[0, :1])[0, 0, 0, :2])(q[0, :1])
+    assert jacobian.shape == (2, 1, 4, 9, 8) and jacobian.any()
+    with pytest.raises(NotImplementedError, match="tangent"):
+        torch.func.jvp(lambda q: heed.attention(q, k[0], v[0]), (q[0],), (q[0],))
+
+
+def test_fake_tensors_and_dispatch_modes(device):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Record(TorchDispatchMode):
+        seen: list = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = qkv(device, grad=False)
+    with Record() as record:
+        heed.attention(q, k, v)
+    assert "heed.attention.default" in record.seen
+    with torch._subclasses.FakeTensorMode() as mode:
+        o = heed.attention(*(mode.from_tensor(t) for t in (q, k, v)))
+    assert type(o).__name__ == "FakeTensor" and o.shape == q.shape
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def test_subclasses_and_parameters(device):
+    q, k, v = qkv(device, grad=False)
+    want = heed.attention(q, k, v)
+    same([heed.attention(q.as_subclass(Marked), k, v).as_subclass(torch.Tensor)], [want])
+    parameter = torch.nn.Parameter(q.clone())
+    o = heed.attention(parameter, k, v)
+    o.sum().backward()
+    same([o], [want])
+    assert type(o) is torch.Tensor and parameter.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_the_lower_type(device, dtype):
+    q, k, v = qkv(device)
+    bias = torch.randn(9, 11, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=dtype):
+        o = heed.attention(q, k, v, bias=bias)
+    assert o.dtype == dtype
+    same([o], [heed.attention(q.to(dtype), k.to(dtype), v.to(dtype), bias=bias)])
+    grads = torch.autograd.grad(o.float().sum(), (q, k, v, bias))
+    assert all(g.dtype == torch.float32 for g in grads)
+    with torch.autocast(device, enabled=False):
+        assert heed.attention(q, k, v).dtype == torch.float32
+
+
+def test_negated_and_conjugated_views(device):
+    z = torch.randn(2, 4, 9, 8, dtype=torch.complex64, device=device)
+    x = z.conj().imag
+    assert x.is_neg()
+    same([heed.attention(x, x, x)], [heed.attention(*(x.resolve_neg().contiguous(),) * 3)])
+
+
+# ---- Autograd ----------------------------------------------------------------------------------------------------------
+
+
+def test_gradcheck_in_double_precision(device):
+    if device != "cpu":
+        pytest.skip("float64 is for the CPU")
+    q, k, v = make(device, (1, 2, 3, 4), (1, 1, 5, 4), (1, 1, 5, 3), dtype=torch.float64)
+    bias = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+
+    def f(q, k, v, bias):
+        return heed.attention(q, k, v, bias=bias, causal=True, softcap=2.0, return_lse=True)
+
+    assert torch.autograd.gradcheck(f, (q, k, v, bias))
+
+
+def test_second_derivatives_are_refused(device):
+    inputs = qkv(device)
+    first = torch.autograd.grad(heed.attention(*inputs).square().sum(), inputs, create_graph=True)
+    same(first, gradients(heed.attention, inputs))
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        first[0].sum().backward()
+    with pytest.raises(NotImplementedError, match="tangent"), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(inputs[0].detach(), inputs[0].detach())
+        heed.attention(dual, *inputs[1:])
+
+
+def test_only_lse_may_be_used(device):
+    q, k, v = qkv(device)
+    _, lse = heed.attention(q, k, v, return_lse=True)
+    _, want = reference.attention(q, k, v)
+    grads = torch.autograd.grad(lse.square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(want.square().sum(), (q, k), allow_unused=True)
+    for a, b in zip(grads, wanted, strict=False):
+        check_close("gradient", a, b, torch.float32)
+    assert not grads[2].any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_recomputes(device, reentrant):
+    inputs = qkv(device)
+
+    def f(q, k, v):
+        return heed.attention(q, k, v, dropout_p=0.25, causal=True)
+
+    torch.manual_seed(3)
+    want = gradients(f, inputs)
+    torch.manual_seed(3)
+    checkpoint(f, *inputs, use_reentrant=reentrant).square().sum().backward()
+    same([t.grad for t in inputs], want)
+
+
+def test_saved_tensors_can_be_moved_and_are_watched(device):
+    inputs = qkv(device)
+    bias = torch.randn(9, 11, device=device)
+    saved = []
+
+    def pack(t):
+        saved.append(t.shape)
+        return t.detach().cpu()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.to(device)):
+        o = heed.attention(*inputs, bias=bias)
+    same(torch.autograd.grad(o.sum(), inputs), torch.autograd.grad(heed.attention(*inputs, bias=bias).sum(), inputs))
+    assert len(saved) == 6
+    o = heed.attention(*inputs, bias=bias)
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_no_memory_is_kept_after_backward(device):
+    import gc
+    import weakref
+
+    inputs = qkv(device)
+    mask = torch.ones(9, 11, dtype=torch.bool, device=device)
+    o = heed.attention(*inputs, mask=mask)
+    watched = weakref.ref(mask)
+    o.sum().backward()
+    del o, mask
+    gc.collect()
+    assert watched() is None
+
+
+def test_retain_graph_and_partial_gradients(device):
+    q, k, v = qkv(device)
+    o = heed.attention(q, k.detach(), v)
+    first = torch.autograd.grad(o.sum(), (q, v), retain_graph=True)
+    same(first, torch.autograd.grad(o.sum(), (q, v)))
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(o.sum(), (q, v))
+    with torch.inference_mode():
+        assert heed.attention(q, k, v).is_inference()
+
+
+def test_many_threads_at_once(device):
+    inputs = qkv(device, S=65, T=65)
+    want = gradients(heed.attention, inputs)
+    failures = []
+
+    def work():
+        mine = [t.detach().clone().requires_grad_() for t in inputs]
+        for _ in range(10):
+            for a, b in zip(gradients(heed.attention, mine), want, strict=True):
+                if not torch.equal(a, b):
+                    failures.append("differs")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_data_parallel_training(device):
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    layer = heed.nn.Attention(16, 2, causal=True, device=device)
+    x = torch.randn(2, 5, 16, device=device)
+    want = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(layer)(x).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    same([p.grad for p in layer.parameters()], want)
+
+
+def test_old_ways_in_give_the_same_bits(device):
+    """Tensors of a PyTorch without DLPack's C functions come through __dlpack__ or the buffer protocol."""
+
+    class Old:
+        def __init__(self, t):
+            self.t = t
+
+        def __dlpack__(self, **how):
+            return self.t.__dlpack__(**how)
+
+        def copy(self):
+            return Old(self.t.clone())
+
+    q, k, v = qkv(device, grad=False)
+    if device == "cpu":
+        o = torch.empty_like(q)
+        heed._C.forward(Old(o), False, *Arguments(Old(q), Old(k), Old(v), causal=True))
+        same([o], [heed.attention(q, k, v, causal=True)])
+    same([_torch.empty(q, q.shape, q.stride(), "float32") * 0], [torch.zeros_like(q)])
+
+
+# ---- CUDA --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(device):
+    if device != "cuda":
+        pytest.skip("needs --gpu")
+    return device
+
+
+def test_runs_on_the_current_stream(cuda):
+    q = torch.randn(4, 8, 512, 64, device=cuda)
+    want = heed.attention(q, q, q)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        x = torch.zeros_like(q)
+        torch.cuda._sleep(20_000_000)
+        x.copy_(q)
+        o = heed.attention(x, x, x)
+    stream.synchronize()
+    assert torch.equal(o, want)
+
+
+def test_is_captured_in_a_graph(cuda):
+    inputs = qkv(cuda, S=64, T=64, dtype=torch.bfloat16)
+    do = torch.randn_like(inputs[0])
+
+    def step():
+        o = heed.attention(*inputs, causal=True, dropout_p=0.25)
+        return (o, *torch.autograd.grad(o, inputs, do))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    graph.replay()
+    first = [t.clone() for t in results]
+    graph.replay()
+    assert not torch.equal(first[0], results[0]), "dropout draws anew at each replay"
+    static = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(static):
+        o = heed.attention(*inputs, causal=True)
+    inputs[0].data.normal_()
+    static.replay()
+    torch.cuda.synchronize()
+    same([o], [heed.attention(*inputs, causal=True)])
+
+
+def test_does_not_wait_for_the_device(cuda):
+    q = torch.randn(1, 2, 64, 64, device=cuda, requires_grad=True)
+    heed.attention(q, q, q).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        heed.attention(q, q, q, causal=True, dropout_p=0.5).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_reduce_overhead_mode_compiles(cuda):
+    torch._dynamo.reset()
+    q, k, v = qkv(cuda, grad=False)
+    f = torch.compile(lambda q, k, v: heed.attention(q, k, v) * 2, fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):
+        o = f(q, k, v).clone()
+    same([o], [heed.attention(q, k, v) * 2])
