@@ -39,6 +39,7 @@ heed_status heed_view(const char *name, heed_tensor *t, unsigned dtypes);
 int64_t heed_elements(const heed_tensor *t);
 
 /* Whether elements of a view share memory with each other, or with those of another one. Viewed tensors only. */
+int heed_addresses(const heed_tensor *t, uintptr_t *begin, uintptr_t *end); /* one past the last; 0: no such memory */
 int heed_overlaps_itself(const heed_tensor *t);
 int heed_overlap(const heed_tensor *t, const heed_tensor *u);
 

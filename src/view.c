@@ -85,8 +85,7 @@ static int reach(const heed_tensor *t, int64_t *low, int64_t *high)
     return !overflow && *low >= -LONGEST && *high <= LONGEST;
 }
 
-/* The first and the one past the last address; 0 where they do not fit into an address. */
-static int addresses(const heed_tensor *t, uintptr_t *begin, uintptr_t *end)
+int heed_addresses(const heed_tensor *t, uintptr_t *begin, uintptr_t *end)
 {
     int64_t low, high;
     if (!reach(t, &low, &high))
@@ -110,7 +109,7 @@ heed_status heed_view(const char *name, heed_tensor *t, unsigned dtypes)
     if ((uintptr_t)t->data % heed_dtype_size(t->dtype))
         return heed_fail(HEED_BAD_ARGUMENT, "%s: data is %p, expected a multiple of %zu bytes for %s", name, t->data,
                          heed_dtype_size(t->dtype), heed_dtype_name(t->dtype));
-    if (!addresses(t, &begin, &end))
+    if (!heed_addresses(t, &begin, &end))
         return heed_fail(HEED_BAD_ARGUMENT,
                          "%s: strides %" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
                          " reach beyond what memory holds",
@@ -133,7 +132,7 @@ typedef struct lattice {
 static void lattice_of(const heed_tensor *t, lattice *l)
 {
     uintptr_t end;
-    addresses(t, &l->begin, &end);
+    heed_addresses(t, &l->begin, &end);
     l->dims = 0;
     for (int d = 0; d < 4; d++) {
         if (t->shape[d] == 1 || t->stride[d] == 0)
@@ -198,8 +197,8 @@ int heed_overlap(const heed_tensor *t, const heed_tensor *u)
     lattice a, b;
     if (heed_elements(t) == 0 || heed_elements(u) == 0)
         return 0;
-    addresses(t, &begin_t, &end_t);
-    addresses(u, &begin_u, &end_u);
+    heed_addresses(t, &begin_t, &end_t);
+    heed_addresses(u, &begin_u, &end_u);
     if (begin_t >= end_u || begin_u >= end_t)
         return 0;
     lattice_of(t, &a);
