@@ -176,7 +176,4 @@ void expect_close(test_case *c, heed_pass pass);
 /* Runs the case's own pass, and forward before backward, then expect_close. */
 void case_check(test_case *c);
 
-/* Max and RMS error against the reference, at most those of the naive computation (twice for gradients). */
-void expect_as_accurate_as_naive(test_case *c, heed_pass pass);
-
 #endif /* HEED_HARNESS_H */

@@ -7,11 +7,10 @@
  * are packed then. */
 
 #define BQ (140 / MR * MR) /* rows in a block, at most; even */
-#define LDB (BC + 16)      /* floats from row to row of P and dS */
 
 typedef struct backward_layout {
     int64_t keys, key_block, key_blocks;
-    int64_t block, row_blocks; /* rows in a block: even, as they may be paired, and whole tiles if there are several */
+    int64_t block, row_blocks; /* rows in a block: a whole sequence, or BQ, whatever else is in the batch; even */
     int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place;
     int64_t ldq, ldv;            /* units in a row of Q; of dO */
     int64_t wide, wide_v;        /* columns of D and Dv, padded */
@@ -34,8 +33,8 @@ typedef struct backward_run {
     backward_layout f;
 } backward_run;
 
-/* Of one thread, in floats, for d_bias: dS before the softcap, [BQ][LDB], and sums in double, [BQ][BC]. */
-static int64_t bias_room(void) { return BQ * LDB + BQ * BC * 2; }
+/* Of one thread, in floats, for d_bias: dS before the softcap, [BQ][LDS], and sums in double, [BQ][BC]. */
+static int64_t bias_room(void) { return BQ * LDS + BQ * BC * 2; }
 
 static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *plan)
 {
@@ -45,7 +44,7 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.key_block = BC;
     f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
     f.row_blocks = (p->Sq + BQ - 1) / BQ;
-    f.block = f.row_blocks ? round_up((p->Sq + f.row_blocks - 1) / f.row_blocks, f.row_blocks > 1 ? MR : 2) : 0;
+    f.block = f.row_blocks > 1 ? BQ : round_up(p->Sq, 2);
     f.q_in_place = usable_in_place(p, &p->a.q, p->D), f.o_in_place = usable_in_place(p, &p->g.d_o, p->Dv);
     f.k_in_place = usable_in_place(p, &p->a.k, p->D);
     int sums_in_place = !p->g.accumulate; /* else each call adds its sum once: one rounding, not one for each product */
@@ -74,10 +73,10 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.ks = take(&s, kb / PER_UNIT * f.wide);
     f.dk = take(&s, kb * f.wide), f.dv = take(&s, kb * f.wide_v);
     f.q = take(&s, f.block * f.ldq), f.d_o = take(&s, f.block * f.ldv);
-    f.p = take(&s, f.block * LDB), f.ds = take(&s, f.block * LDB);
+    f.p = take(&s, f.block * LDS), f.ds = take(&s, f.block * LDS);
     f.qs = take(&s, f.block * f.wide), f.dos = take(&s, f.block * f.wide_v);
 #if HEED_DOT
-    f.pz = take(&s, (f.block + 1) / 2 * LDB), f.dsz = take(&s, (f.block + 1) / 2 * LDB);
+    f.pz = take(&s, (f.block + 1) / 2 * LDS), f.dsz = take(&s, (f.block + 1) / 2 * LDS);
 #endif
     f.scratch = used, f.scratch_stride = s;
     f.bytes = used + s * (size_t)plan->threads;
@@ -188,7 +187,7 @@ INLINE vec log2_weight(vec s, vec scale, vec minus_lse)
 static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to, int whole, float *bias)
 {
     const job *j = &b->x->j;
-    float *s = b->P + r * LDB, *ds = b->dS + r * LDB, slope[BC + W];
+    float *s = b->P + r * LDS, *ds = b->dS + r * LDS, slope[BC + W];
     int capped = j->p->a.softcap > 0;
     if (j->changes || !whole)
         adjust_row(j, &b->span, b->row[r], s, capped ? slope : NULL, b->n0, from, to);
@@ -246,15 +245,15 @@ static void score_rows(backward_block *b, int64_t t, float *bias)
     if (columns_seen(b, r0, rows, &first, &last, &whole)) {
         from = first / PANEL * PANEL, to = round_up(last, W);
         int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL, vecs = (to - from) / W;
-        multiply(b->P + r0 * LDB + from, LDB, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
-                 (right){ b->Kt + from / PANEL * ku, PANEL, ku }, rows, vecs, (p->D + PER_UNIT - 1) / PER_UNIT, NULL);
-        multiply(b->dS + r0 * LDB + from, LDB, (left){ b->dO.data + r0 * b->dO.ld, b->dO.ld, 0 },
-                 (right){ b->Vt + from / PANEL * vu, PANEL, vu }, rows, vecs, (p->Dv + PER_UNIT - 1) / PER_UNIT, NULL);
+        multiply_scores(b->P + r0 * LDS + from, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
+                        (right){ b->Kt + from / PANEL * ku, PANEL, ku }, rows, vecs, (p->D + PER_UNIT - 1) / PER_UNIT);
+        multiply_scores(b->dS + r0 * LDS + from, (left){ b->dO.data + r0 * b->dO.ld, b->dO.ld, 0 },
+                        (right){ b->Vt + from / PANEL * vu, PANEL, vu }, rows, vecs, (p->Dv + PER_UNIT - 1) / PER_UNIT);
     }
     for (int64_t r = r0; r < r0 + rows; r++) {
-        float *P = b->P + r * LDB, *dS = b->dS + r * LDB;
+        float *P = b->P + r * LDS, *dS = b->dS + r * LDS;
         if (from < to)
-            gradient_row(b, r, from, to, whole, bias ? bias + r * LDB : NULL);
+            gradient_row(b, r, from, to, whole, bias ? bias + r * LDS : NULL);
         memset(P, 0, (size_t)from * sizeof *P), memset(dS, 0, (size_t)from * sizeof *dS);
         if (to < columns) {
             memset(P + to, 0, (size_t)(columns - to) * sizeof *P);
@@ -269,16 +268,16 @@ static void weights_to_units(backward_block *b)
 {
     int64_t columns = round_up(b->n1 - b->n0, W);
     for (int64_t r = 0; r < b->rows; r += 2) {
-        float *p0 = b->P + r * LDB, *d0 = b->dS + r * LDB;
+        float *p0 = b->P + r * LDS, *d0 = b->dS + r * LDS;
         int pair = r + 1 < b->rows;
         for (int64_t c = 0; c < columns; c += W) {
-            vec p1 = pair ? vec_load(p0 + LDB + c) : vec_zero(), d1 = pair ? vec_load(d0 + LDB + c) : vec_zero();
-            vec_store(b->Pz + r / 2 * LDB + c, vec_zip_bf16(vec_load(p0 + c), p1));
-            vec_store(b->dSz + r / 2 * LDB + c, vec_zip_bf16(vec_load(d0 + c), d1));
+            vec p1 = pair ? vec_load(p0 + LDS + c) : vec_zero(), d1 = pair ? vec_load(d0 + LDS + c) : vec_zero();
+            vec_store(b->Pz + r / 2 * LDS + c, vec_zip_bf16(vec_load(p0 + c), p1));
+            vec_store(b->dSz + r / 2 * LDS + c, vec_zip_bf16(vec_load(d0 + c), d1));
         }
         for (int64_t k = 0; k < 1 + pair; k++)
             for (int64_t c = 0; c < columns; c += 2 * W) {
-                float *d = d0 + k * LDB;
+                float *d = d0 + k * LDS;
                 vec_store_bf16_pair((uint16_t *)d + c, vec_load(d + c),
                                     c + W < columns ? vec_load(d + c + W) : vec_zero());
             }
@@ -302,9 +301,9 @@ static void add_to_keys(backward_block *b)
         int64_t k = first / PER_UNIT, units = (last + PER_UNIT - 1) / PER_UNIT - k;
         if (units <= 0)
             continue;
-        multiply(b->dV + c * b->ld_dv, b->ld_dv, (left){ P + k * LDB + c, LDB, 1 },
+        multiply(b->dV + c * b->ld_dv, b->ld_dv, (left){ P + k * LDS + c, LDS, 1 },
                  (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, keep_all);
-        multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDB + c, LDB, 1 },
+        multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDS + c, LDS, 1 },
                  (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, keep_all);
     }
 }
@@ -318,7 +317,7 @@ static void add_to_rows(backward_block *b, int add)
         int whole;
         if (columns_seen(b, r0, rows, &first, &last, &whole)) {
             int64_t k = first / PER_UNIT;
-            multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ b->dS + r0 * LDB + k, LDB, 0 },
+            multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ b->dS + r0 * LDS + k, LDS, 0 },
                      (right){ b->K_rows.data + k * b->K_rows.ld, b->K_rows.ld, PANEL }, rows, f->wide / W,
                      (last + PER_UNIT - 1) / PER_UNIT - k, add ? keep_all : NULL);
         } else if (!add)

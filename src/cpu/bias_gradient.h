@@ -21,7 +21,7 @@ static void add_to_bias(const backward_block *b, double *sums, const float *dS, 
     for (int64_t r = 0; r < b->rows; r++)
         for (int64_t n = HEED_MAX(b->row[r].first, b->n0); n < HEED_MIN(b->row[r].last, b->n1); n++) {
             int64_t c = n - b->n0;
-            sums[(one_row ? 0 : r) * BC + (one_column ? 0 : c)] += dS[r * LDB + c];
+            sums[(one_row ? 0 : r) * BC + (one_column ? 0 : c)] += dS[r * LDS + c];
         }
 }
 
@@ -36,7 +36,7 @@ static void bias_owned(void *context, int64_t index, int thread)
     int64_t h = index / columns / blocks % t->shape[1], batch = index / columns / blocks / t->shape[1];
     backward_block b;
     float *dS = at_bytes(&x->j, x->f.bias) + thread * bias_room();
-    double *sums = (double *)(void *)(dS + BQ * LDB);
+    double *sums = (double *)(void *)(dS + BQ * LDS);
     int64_t col = 0, col_step = 1; /* the stride is the same for all sequences, but one without keys does not know it */
     memset(sums, 0, BQ * BC * sizeof *sums);
     block_of_thread(&b, x, thread);

@@ -148,9 +148,9 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     if (b->is_direct)
         direct_scores(&b->direct, S, n0, first - n0, last - n0);
     else
-        multiply(S + from, LDS, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
-                 (right){ b->K.data + (n0 + from) / PANEL * b->K.next, b->K.ld, b->K.next }, rows, (to - from) / W,
-                 (j->p->D + PER_UNIT - 1) / PER_UNIT, NULL);
+        multiply_scores(S + from, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
+                        (right){ b->K.data + (n0 + from) / PANEL * b->K.next, b->K.ld, b->K.next }, rows,
+                        (to - from) / W, (j->p->D + PER_UNIT - 1) / PER_UNIT);
     int whole = all_first <= n0 + from && all_last >= n0 + to; /* every row sees every column */
     if (j->changes || !whole)
         for (int64_t r = 0; r < rows; r++)

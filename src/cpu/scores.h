@@ -2,9 +2,6 @@
  * a few rows of S with BC columns; column c is key n0 + c of the sequence. Plain attention passes through here at the
  * cost of a comparison for each row. */
 
-#define BC 256        /* keys in a block */
-#define LDS (BC + 16) /* floats from row to row of S: not a power of two, which would crowd the cache's sets */
-
 /* A row of the problem: query head, row of the sequence, keys [first, last) of the band. */
 typedef struct query {
     int64_t h, i, first, last;

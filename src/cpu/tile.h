@@ -10,20 +10,28 @@
  * multiplies and sums. A tile keeps R x N vectors of C in registers, R up to MR and N up to NR; its inner loop is one
  * broadcast and N multiply-adds for each row. */
 
+#include <stdatomic.h>
+
 #if HEED_DOT
 #define vec_madd vec_dot
+#define vec_term(a, b) vec_dot(a, b, vec_zero())
 #define vec_scale_units vec_scale_pairs
 #define PER_UNIT 2 /* elements in a unit */
 #else
 #define vec_madd vec_fma
+#define vec_term vec_mul
 #define vec_scale_units vec_mul
 #define PER_UNIT 1
 #endif
 
 #define PANEL (NR * W)
-#define each(i, n)                                                                                                     \
-    _Pragma("GCC unroll 16") for (int i = 0; i < (n); i++) /* unrolled, so that arrays become registers */
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
+#define each(i, n) UNROLLED for (int i = 0; i < (n); i++) /* unrolled, so that arrays become registers */
 
 typedef struct left {
     const float *data;
@@ -36,38 +44,71 @@ typedef struct right {
     int64_t ld, next;
 } right;
 
-typedef void tile_fn(float *C, int64_t ldc, const float *A, int64_t lda, const float *B, int64_t ldb, int64_t K,
-                     const float *keep);
+/* A pointer serves three rows, so that all addresses stay in registers. */
+#define GROUPS(R) (((R) + 2) / 3)
+#define ROW(groups, r, ld) (groups[(r) / 3] + (r) % 3 * (ld))
 
-static const float keep_all[1]; /* a value of keep, never read */
-
-/* keep == NULL: C = A B. keep == keep_all: C += A B. Otherwise C_r = keep[r] C_r + (A B)_r. */
-INLINE void tile(const int R, const int N, const int transposed, float *C, int64_t ldc, const float *A, int64_t lda,
-                 const float *B, int64_t ldb, int64_t K, const float *keep)
+/* The terms of one k, which begin the sums of a tile. */
+INLINE void sum_first(const int R, const int N, const int transposed, vec acc[MR][NR], const float *A, int64_t lda,
+                      const float *B)
 {
-    vec acc[MR][NR];
-    each(r, R)
+    const float *rows[GROUPS(MR)];
+    vec b[NR];
+    each(g, GROUPS(R))
+        rows[g] = A + 3 * g * lda;
+    each(n, N)
+        b[n] = vec_load(B + n * W);
+    each(r, R) {
+        vec a = vec_set1(transposed ? A[r] : *ROW(rows, r, lda));
         each(n, N)
-            acc[r][n] = !keep              ? vec_zero()
-                        : keep == keep_all ? vec_load(C + r * ldc + n * W)
-                                           : vec_mul(vec_set1(keep[r]), vec_load(C + r * ldc + n * W));
+            acc[r][n] = vec_term(a, b[n]);
+    }
+}
 
-    const float *rows[(MR + 2) / 3]; /* a pointer serves three rows, so that all addresses stay in registers */
-    each(g, (R + 2) / 3)
+/* Those of the K that follow. */
+INLINE void sum_more(const int R, const int N, const int transposed, vec acc[MR][NR], const float *A, int64_t lda,
+                     const float *B, int64_t ldb, int64_t K)
+{
+    const float *rows[GROUPS(MR)];
+    each(g, GROUPS(R))
         rows[g] = A + 3 * g * lda;
     for (int64_t k = 0; k < K; k++) {
         vec b[NR];
         each(n, N)
             b[n] = vec_load(B + k * ldb + n * W);
         each(r, R) {
-            vec a = vec_set1(transposed ? A[k * lda + r] : rows[r / 3][r % 3 * lda + k]);
+            vec a = vec_set1(transposed ? A[k * lda + r] : ROW(rows, r, lda)[k]);
             each(n, N)
                 acc[r][n] = vec_madd(a, b[n], acc[r][n]);
         }
     }
+}
+
+/* ---- Any product ------------------------------------------------------------------------------------------------ */
+
+typedef void tile_fn(float *C, int64_t ldc, const float *A, int64_t lda, const float *B, int64_t ldb, int64_t K,
+                     const float *keep);
+
+static const float keep_all[16] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
+
+/* keep == NULL: C = A B. Otherwise C_r = keep[r] C_r + (A B)_r. The product is summed by itself before it meets C: short
+ * sums are more exact, and C may arrive late. */
+INLINE void tile(const int R, const int N, const int transposed, float *C, int64_t ldc, const float *A, int64_t lda,
+                 const float *B, int64_t ldb, int64_t K, const float *keep)
+{
+    vec acc[MR][NR];
+    float *to[GROUPS(MR)];
+    sum_first(R, N, transposed, acc, A, lda, B);
+    sum_more(R, N, transposed, acc, A + (transposed ? lda : 1), lda, B + ldb, ldb, K - 1);
+    each(g, GROUPS(R))
+        to[g] = C + 3 * g * ldc;
+    if (keep)
+        each(r, R)
+            each(n, N)
+                acc[r][n] = vec_fma(vec_set1(keep[r]), vec_load(ROW(to, r, ldc) + n * W), acc[r][n]);
     each(r, R)
         each(n, N)
-            vec_store(C + r * ldc + n * W, acc[r][n]);
+            vec_store(ROW(to, r, ldc) + n * W, acc[r][n]);
 }
 
 #define TILE(R, N, T)                                                                                                  \
@@ -106,4 +147,89 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
                                               kept);
         }
     }
+}
+
+/* ---- S = Q K^T and dP = dO V^T ---------------------------------------------------------------------------------- */
+
+#define BC 256        /* keys in a block */
+#define LDS (BC + 16) /* floats from row to row of S: not a power of two, which would crowd the cache's sets */
+
+/* The error of a sum of floats grows with each term, as the sum does, and that of S dominates all others. So floats are
+ * summed in two halves that are added at the end: 1.4 times as exact.
+ *
+ * Storing a tile at once would leave the multipliers idle: a vector takes as long to store as two take to multiply. So
+ * old sums are stored row by row, while the first terms of the next ones are computed. */
+#define HALVES (PER_UNIT == 1)
+
+/* Old sums to C, or onto C; their successors begin with the terms at A and B. */
+INLINE void sum_turn(const int R, const int N, const int onto, vec acc[MR][NR], float *C, const float *A, int64_t lda,
+                     const float *B)
+{
+    const float *rows[GROUPS(MR)];
+    vec b[NR];
+    each(g, GROUPS(R))
+        rows[g] = A + 3 * g * lda;
+    each(n, N)
+        b[n] = vec_load(B + n * W);
+    each(r, R) {
+        vec a = vec_set1(*ROW(rows, r, lda));
+        each(n, N) {
+            float *c = C + r * LDS + n * W;
+            vec_store(c, onto ? vec_add(vec_load(c), acc[r][n]) : acc[r][n]);
+            acc[r][n] = vec_term(a, b[n]);
+        }
+    }
+}
+
+/* R rows, panel after panel. Before panel 0 there are no old sums: zeros go to its place, whatever that holds. */
+INLINE void scores(const int R, const int N, float *C, const float *A, int64_t lda, right B, int64_t panels, int64_t K)
+{
+    vec acc[MR][NR];
+    float *old = C;
+    int64_t half = HALVES ? K / 2 : K;
+    each(r, R)
+        each(n, N)
+            acc[r][n] = vec_zero();
+    for (int64_t p = 0; p < panels; p++, B.data += B.next) {
+        sum_turn(R, N, HALVES, acc, old, A, lda, B.data);
+        sum_more(R, N, 0, acc, A + 1, lda, B.data + B.ld, B.ld, half - 1);
+        old = C + p * PANEL;
+        if (HALVES) {
+            sum_turn(R, N, 0, acc, old, A + half, lda, B.data + half * B.ld);
+            atomic_signal_fence(memory_order_seq_cst); /* or a compiler holds on to the first half, and must spill */
+            sum_more(R, N, 0, acc, A + half + 1, lda, B.data + (half + 1) * B.ld, B.ld, K - half - 1);
+        }
+    }
+    each(r, R)
+        each(n, N) {
+            float *c = old + r * LDS + n * W;
+            vec_store(c, HALVES ? vec_add(vec_load(c), acc[r][n]) : acc[r][n]);
+        }
+}
+
+typedef void scores_fn(float *C, const float *A, int64_t lda, right B, int64_t panels, int64_t K);
+
+#define SCORES(R, N)                                                                                                   \
+    static void scores_##R##_##N(float *C, const float *A, int64_t lda, right B, int64_t panels, int64_t K)            \
+    {                                                                                                                  \
+        scores(R, N, C, A, lda, B, panels, K);                                                                         \
+    }
+#define SCORES_PAIR(R) SCORES(R, 1) SCORES(R, 2)
+#define SCORES_NAMES(R) { scores_##R##_1, scores_##R##_2 },
+EACH_R(SCORES_PAIR)
+static scores_fn *const scores_of[MR][NR] = { EACH_R(SCORES_NAMES) }; /* [rows - 1][vectors - 1] */
+
+/* C [rows x vecs W] = A B for up to MR rows that are LDS apart; K in units. */
+static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K)
+{
+    int64_t panels = vecs / NR;
+    if (K == 1) {
+        multiply(C, LDS, A, B, rows, vecs, K, NULL);
+        return;
+    }
+    if (panels)
+        scores_of[rows - 1][NR - 1](C, A.data, A.ld, B, panels, K);
+    B.data += panels * B.next;
+    if (vecs % NR)
+        scores_of[rows - 1][0](C + panels * PANEL, A.data, A.ld, B, 1, K);
 }
