@@ -82,6 +82,7 @@ function(heed_add_cuda_part name architectures)
     target_compile_options(${name} PRIVATE
         -Xcompiler=-Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics # the statics are those of launch
         $<$<BOOL:${HEED_WERROR}>:-Werror=all-warnings>                             # stubs, which nothing calls
+        --diag-suppress=177 # a function that only some chips' code uses
         $<$<BOOL:${HEED_NVCC_COMPRESSES}>:--compress-mode=size>
         -Xptxas=-v)
     set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}" CUDA_RUNTIME_LIBRARY Static
