@@ -20,6 +20,11 @@ static _Atomic int32_t *turn_of(const backward_run *x, const heed_span *s, int64
 static void write_rows(const source *to, int64_t first, int64_t n, const float *sums, int64_t ld, int add)
 {
     static const float zeros[HEED_MAX_HEAD_DIM];
+    if (sums && !add && to->t->stride[3] == 1 && to->dim % W == 0) {
+        char *row = (char *)(uintptr_t)source_row(to, first);
+        FOR_TYPE(to->t->dtype, store_rows_as, row, to->step, sums, ld, n, to->dim);
+        return;
+    }
     for (int64_t r = 0; r < n; r++) {
         char *row = (char *)(uintptr_t)source_row(to, first + r);
         float total[HEED_MAX_HEAD_DIM];
@@ -32,6 +37,20 @@ static void write_rows(const source *to, int64_t first, int64_t n, const float *
         }
         store_row(row, to->t->dtype, to->t->stride[3], from, to->dim, 1);
     }
+}
+
+/* The product of row n of two tensors of the same size. */
+static float dot_rows(const source *x, const source *y, int64_t n)
+{
+    float a[HEED_MAX_HEAD_DIM + W], b[HEED_MAX_HEAD_DIM + W];
+    const void *x_row = source_row(x, n), *y_row = source_row(y, n);
+    heed_dtype type = x->t->dtype;
+    if (type != y->t->dtype || x->t->stride[3] != 1 || y->t->stride[3] != 1 || x->dim % W) {
+        load_row(a, type, x_row, x->t->stride[3], x->dim, round_up(x->dim, W));
+        load_row(b, y->t->dtype, y_row, y->t->stride[3], x->dim, round_up(x->dim, W));
+        x_row = a, y_row = b, type = HEED_F32;
+    }
+    return FOR_TYPE(type, row_dot_as, x_row, y_row, round_up(x->dim, W));
 }
 
 /* First of all, for each block of rows: delta, the keys it sees, and its turn. Rows without keys get their zeros. */
@@ -48,8 +67,8 @@ static void prepare_rows(void *context, int64_t index, int thread)
     if (i0 >= s.padded_rows)
         return;
     int64_t first = s.keys, last = 0;
+    source o = rows_of(p, &s, &p->a.o, h, p->Dv), d_o = rows_of(p, &s, &g->d_o, h, p->Dv);
     for (int64_t i = i0; i < HEED_MIN(i0 + x->f.block, s.rows); i++) {
-        source o = rows_of(p, &s, &p->a.o, h, p->Dv), d_o = rows_of(p, &s, &g->d_o, h, p->Dv);
         query q = query_at(p, &s, h, i);
         if (q.first < q.last)
             first = HEED_MIN(first, q.first), last = HEED_MAX(last, q.last);
@@ -59,13 +78,7 @@ static void prepare_rows(void *context, int64_t index, int thread)
             *delta = ((const float *)g->delta
                           .data)[s.q_batch * g->delta.stride[0] + h * g->delta.stride[1] + row * g->delta.stride[2]];
         else {
-            float a[HEED_MAX_HEAD_DIM + W], c[HEED_MAX_HEAD_DIM + W];
-            vec sum = vec_zero();
-            load_row(a, o.t->dtype, source_row(&o, i), o.t->stride[3], p->Dv, x->f.wide_v);
-            load_row(c, d_o.t->dtype, source_row(&d_o, i), d_o.t->stride[3], p->Dv, x->f.wide_v);
-            for (int64_t d = 0; d < x->f.wide_v; d += W)
-                sum = vec_fma(vec_load(a + d), vec_load(c + d), sum);
-            *delta = vec_sum(sum);
+            *delta = dot_rows(&o, &d_o, i);
             if (g->d_lse.data)
                 *delta -= ((const float *)g->d_lse.data)[s.q_batch * g->d_lse.stride[0] + h * g->d_lse.stride[1] +
                                                          row * g->d_lse.stride[2]];
@@ -124,26 +137,20 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
     if (!careful) {
         for (int64_t t = 0; t < b->tiles; t++)
             score_rows(b, t, NULL);
-#if HEED_DOT
-        weights_to_units(b);
-#endif
         add_to_keys(b);
     }
     while (atomic_load_explicit(turn, memory_order_acquire) != key_block)
         sched_yield();
-    if (careful)
+    if (careful) {
+        if (!b->met)
+            clear_key_sums(b, 0, b->n1 - b->n0);
         add_seen_pairs(b, add);
-    else if (b->dQ)
+    } else if (b->dQ)
         add_to_rows(b, add);
     atomic_store_explicit(turn, (int32_t)key_block + 1, memory_order_release);
+    b->met = 1;
     if (b->dQ && !in_place && key_block == bounds.last)
         write_rows(&d_q, b->i0, b->rows, b->dQ, b->ld_dq, p->g.accumulate);
-}
-
-static void clear_sums(float *sums, int64_t ld, int64_t rows, int64_t width)
-{
-    for (int64_t r = 0; r < rows; r++)
-        memset(sums + r * ld, 0, (size_t)width * sizeof(float));
 }
 
 static void backward_keys(void *context, int64_t index, int thread)
@@ -166,8 +173,7 @@ static void backward_keys(void *context, int64_t index, int thread)
     source d_k = keys_of(p, &b.span, &p->g.d_k, b.hk, p->D), d_v = keys_of(p, &b.span, &p->g.d_v, b.hk, p->Dv);
     b.dK = sums_at(&d_k, n0, x->f.dk_in_place, b.dKs, x->f.wide, &b.ld_dk);
     b.dV = sums_at(&d_v, n0, x->f.dv_in_place, b.dVs, x->f.wide_v, &b.ld_dv);
-    clear_sums(b.dK, b.ld_dk, n1 - n0, x->f.wide);
-    clear_sums(b.dV, b.ld_dv, n1 - n0, x->f.wide_v);
+    b.met = 0;
     for (int64_t h = b.hk * p->G; h < (b.hk + 1) * p->G; h++)
         for (int64_t block = 0; block * x->f.block < b.span.rows; block++) {
             row_bounds bounds = *bounds_of(x, &b.span, block);
@@ -176,6 +182,8 @@ static void backward_keys(void *context, int64_t index, int thread)
             load_rows(&b, h, block * x->f.block);
             meet(&b, block, bounds, key_block);
         }
+    if (!b.met)
+        clear_key_sums(&b, 0, n1 - n0);
     if (p->g.d_k.data && !x->f.dk_in_place)
         write_rows(&d_k, n0, n1 - n0, b.dK, b.ld_dk, p->g.accumulate);
     if (p->g.d_v.data && !x->f.dv_in_place)

@@ -90,6 +90,7 @@ typedef struct backward_block {
     int64_t hk, n0, n1; /* keys */
     int64_t h, i0, rows, tiles;
     int finite, keys_finite;
+    int met; /* dK and dV hold sums already */
     query row[BQ];
     float lse[BQ], delta[BQ];
     left Q, dO;
@@ -235,10 +236,79 @@ static int columns_seen(const backward_block *b, int64_t r0, int64_t rows, int64
     return *first < *last;
 }
 
-/* P and dS of the block, zero where a row sees nothing. */
+static void clear_outside(float *row, int64_t from, int64_t to, int64_t columns)
+{
+    memset(row, 0, (size_t)from * sizeof *row);
+    if (to < columns)
+        memset(row + to, 0, (size_t)(columns - to) * sizeof *row);
+}
+
+#if HEED_DOT
+/* P and dS of rows r and r + 1 (where `rows` is 2), columns c .. c + 2 W, as the units that the products need: rows
+ * paired for the transposed factors, columns paired for dQ. */
+INLINE void store_units(backward_block *b, int64_t r, const int rows, int64_t c, vec P[2][2], vec dS[2][2])
+{
+    vec p[2] = { vec_zero(), vec_zero() }, d[2] = { vec_zero(), vec_zero() };
+    each(i, rows) {
+        p[i] = vec_to_pairs(P[i][0], P[i][1]), d[i] = vec_to_pairs(dS[i][0], dS[i][1]);
+        vec_store(b->dS + (r + i) * LDS + c / 2, d[i]);
+    }
+    each(h, 2) {
+        vec_store(b->Pz + r / 2 * LDS + c + h * W, vec_zip(p[0], p[1], h));
+        vec_store(b->dSz + r / 2 * LDS + c + h * W, vec_zip(d[0], d[1], h));
+    }
+}
+
+INLINE void rows_to_units(backward_block *b, int64_t r, const int rows, int64_t columns)
+{
+    for (int64_t c = 0; c < columns; c += 2 * W) {
+        vec P[2][2], dS[2][2];
+        each(i, rows)
+            each(h, 2) {
+                int64_t at = (r + i) * LDS + c + h * W;
+                P[i][h] = c + h * W < columns ? vec_load(b->P + at) : vec_zero();
+                dS[i][h] = c + h * W < columns ? vec_load(b->dS + at) : vec_zero();
+            }
+        store_units(b, r, rows, c, P, dS);
+    }
+}
+
+/* gradient_row() for plain attention, straight to units; constants are multiplied in advance, which bf16 does not feel. */
+INLINE void gradient_units(backward_block *b, int64_t r, const int rows, int64_t from, int64_t to)
+{
+    float ds_scale = b->x->j.p->a.scale;
+    vec to_log2 = vec_set1(b->x->j.s_scale * LOG2E), to_ds = vec_set1(ds_scale), lse[2], delta[2];
+    each(i, rows) {
+        float l = b->lse[r + i] * LOG2E;
+        lse[i] = vec_set1(l > FLT_MAX ? -FLT_MAX : -l); /* a larger S then has P = 1 */
+        delta[i] = vec_set1(-b->delta[r + i] * ds_scale);
+    }
+    for (int64_t c = from; c < to; c += 2 * W) {
+        vec P[2][2], dS[2][2];
+        each(i, rows)
+            each(h, 2) {
+                int64_t at = (r + i) * LDS + c + h * W;
+                P[i][h] = vec_exp2(vec_min(vec_zero(), vec_fma(vec_load(b->P + at), to_log2, lse[i])));
+                dS[i][h] = vec_mul(P[i][h], vec_fma(vec_load(b->dS + at), to_ds, delta[i]));
+            }
+        store_units(b, r, rows, c, P, dS);
+    }
+}
+
+static void clear_units(backward_block *b, int64_t r, int64_t rows, int64_t from, int64_t to, int64_t columns)
+{
+    clear_outside(b->Pz + r / 2 * LDS, from, to, columns);
+    clear_outside(b->dSz + r / 2 * LDS, from, to, columns);
+    for (int64_t i = r; i < r + rows; i++)
+        clear_outside(b->dS + i * LDS, from / 2, (to + 1) / 2, (columns + 1) / 2);
+}
+#endif
+
+/* P and dS of the block, zero where a row sees nothing; with HEED_DOT as units. */
 static void score_rows(backward_block *b, int64_t t, float *bias)
 {
-    const heed_problem *p = b->x->j.p;
+    const job *j = &b->x->j;
+    const heed_problem *p = j->p;
     int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
     int64_t first, last, from = 0, to = 0, columns = round_up(b->n1 - b->n0, W);
     int whole;
@@ -250,40 +320,37 @@ static void score_rows(backward_block *b, int64_t t, float *bias)
         multiply_scores(b->dS + r0 * LDS + from, (left){ b->dO.data + r0 * b->dO.ld, b->dO.ld, 0 },
                         (right){ b->Vt + from / PANEL * vu, PANEL, vu }, rows, vecs, (p->Dv + PER_UNIT - 1) / PER_UNIT);
     }
-    for (int64_t r = r0; r < r0 + rows; r++) {
-        float *P = b->P + r * LDS, *dS = b->dS + r * LDS;
-        if (from < to)
-            gradient_row(b, r, from, to, whole, bias ? bias + r * LDS : NULL);
-        memset(P, 0, (size_t)from * sizeof *P), memset(dS, 0, (size_t)from * sizeof *dS);
-        if (to < columns) {
-            memset(P + to, 0, (size_t)(columns - to) * sizeof *P);
-            memset(dS + to, 0, (size_t)(columns - to) * sizeof *dS);
+    int plain = from < to && whole && !j->changes && !p->drop_below && !bias;
+    for (int64_t r = r0; r < r0 + rows; r += PER_UNIT) {
+        int64_t n = HEED_MIN(PER_UNIT, r0 + rows - r);
+#if HEED_DOT
+        if (plain) {
+            n == 2 ? gradient_units(b, r, 2, from, to) : gradient_units(b, r, 1, from, to);
+            clear_units(b, r, n, from, to, columns);
+            continue;
         }
+#endif
+        for (int64_t i = r; i < r + n; i++) {
+            if (from < to)
+                gradient_row(b, i, from, to, whole, bias ? bias + i * LDS : NULL);
+            clear_outside(b->P + i * LDS, from, to, columns);
+            clear_outside(b->dS + i * LDS, from, to, columns);
+        }
+#if HEED_DOT
+        n == 2 ? rows_to_units(b, r, 2, columns) : rows_to_units(b, r, 1, columns);
+#endif
     }
+    (void)plain;
 }
 
-#if HEED_DOT
-/* P and dS as the units that the products need: rows paired for the transposed factors, columns paired for dQ. */
-static void weights_to_units(backward_block *b)
+/* Nothing yet for keys [c, c + n) of the block. */
+static void clear_key_sums(backward_block *b, int64_t c, int64_t n)
 {
-    int64_t columns = round_up(b->n1 - b->n0, W);
-    for (int64_t r = 0; r < b->rows; r += 2) {
-        float *p0 = b->P + r * LDS, *d0 = b->dS + r * LDS;
-        int pair = r + 1 < b->rows;
-        for (int64_t c = 0; c < columns; c += W) {
-            vec p1 = pair ? vec_load(p0 + LDS + c) : vec_zero(), d1 = pair ? vec_load(d0 + LDS + c) : vec_zero();
-            vec_store(b->Pz + r / 2 * LDS + c, vec_zip_bf16(vec_load(p0 + c), p1));
-            vec_store(b->dSz + r / 2 * LDS + c, vec_zip_bf16(vec_load(d0 + c), d1));
-        }
-        for (int64_t k = 0; k < 1 + pair; k++)
-            for (int64_t c = 0; c < columns; c += 2 * W) {
-                float *d = d0 + k * LDS;
-                vec_store_bf16_pair((uint16_t *)d + c, vec_load(d + c),
-                                    c + W < columns ? vec_load(d + c + W) : vec_zero());
-            }
+    for (int64_t r = c; r < c + n; r++) {
+        memset(b->dK + r * b->ld_dk, 0, (size_t)b->x->f.wide * sizeof(float));
+        memset(b->dV + r * b->ld_dv, 0, (size_t)b->x->f.wide_v * sizeof(float));
     }
 }
-#endif
 
 /* dV += P^T dO and dK += dS^T Q, MR keys at a time, over the rows that see them. */
 static void add_to_keys(backward_block *b)
@@ -299,12 +366,15 @@ static void add_to_keys(backward_block *b)
         while (last > first && (b->row[last - 1].last <= b->n0 + c || b->row[last - 1].first >= b->n0 + c + R))
             last--;
         int64_t k = first / PER_UNIT, units = (last + PER_UNIT - 1) / PER_UNIT - k;
-        if (units <= 0)
+        if (units <= 0) {
+            if (!b->met)
+                clear_key_sums(b, c, R);
             continue;
+        }
         multiply(b->dV + c * b->ld_dv, b->ld_dv, (left){ P + k * LDS + c, LDS, 1 },
-                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, keep_all);
+                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, b->met ? keep_all : NULL);
         multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDS + c, LDS, 1 },
-                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, keep_all);
+                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, b->met ? keep_all : NULL);
     }
 }
 

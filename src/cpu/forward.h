@@ -155,18 +155,15 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     if (j->changes || !whole)
         for (int64_t r = 0; r < rows; r++)
             adjust_row(j, b->span, q[r], S + r * LDS, NULL, n0, from, to);
-    softmax_tile(S, b->m + r0, b->l + r0, keep, rows, from, to, j->changes ? LOG2E : j->s_scale * LOG2E);
-    for (int64_t r = 0; r < rows; r++) {
+    int as_units = HEED_DOT && !b->is_direct && !j->p->drop_below;
+    softmax_tile(S, b->m + r0, b->l + r0, keep, rows, from, to, j->changes ? LOG2E : j->s_scale * LOG2E, as_units);
+    for (int64_t r = 0; r < rows && j->p->drop_below; r++) {
         float *s = S + r * LDS, drop[BC];
-        if (j->p->drop_below) {
-            keep_row(j, b->span, q[r], drop, n0, from, to);
-            for (int64_t c = from; c < to; c++)
-                s[c] *= drop[c];
-        }
-#if HEED_DOT
-        for (int64_t c = from; c < to && !b->is_direct; c += 2 * W) /* bf16 pairs, to the front of the row */
-            vec_store_bf16_pair((uint16_t *)s + c, vec_load(s + c), c + W < to ? vec_load(s + c + W) : vec_zero());
-#endif
+        keep_row(j, b->span, q[r], drop, n0, from, to);
+        for (int64_t c = from; c < to; c++)
+            s[c] *= drop[c];
+        if (HEED_DOT && !b->is_direct)
+            row_to_units(s, from, to);
     }
 
     right V = b->V;

@@ -69,9 +69,21 @@ static void unit_row(float *to, const source *x, int64_t n)
     }
     load_row(wide, x->t->dtype, row, x->t->stride[3], x->dim, padded);
     for (int64_t c = 0; c < padded; c += 2 * W)
-        vec_store_bf16_pair((uint16_t *)to + c, vec_load(wide + c), vec_load(wide + c + W));
+        vec_store(to + c / 2, vec_to_pairs(vec_load(wide + c), vec_load(wide + c + W)));
 #else
     load_row(to, x->t->dtype, source_row(x, n), x->t->stride[3], x->dim, units_of(x->dim));
+#endif
+}
+
+/* Columns [from, to) of a row of floats become units, in place: the unit of column c is at c / PER_UNIT. from is a
+ * multiple of 2 W, to one of W. */
+static void row_to_units(float *row, int64_t from, int64_t to)
+{
+#if HEED_DOT
+    for (int64_t c = from; c < to; c += 2 * W)
+        vec_store(row + c / 2, vec_to_pairs(vec_load(row + c), c + W < to ? vec_load(row + c + W) : vec_zero()));
+#else
+    (void)row, (void)from, (void)to;
 #endif
 }
 

@@ -20,9 +20,23 @@ static void raise_maxima(float *m, float *l, const float *top, float *keep, floa
     }
 }
 
-/* Scores of a tile to weights, in place, columns [from, to) of S, both multiples of W; updates m and l and says in keep
- * by what to scale O. */
-static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to, float c)
+/* Two vectors of weights, columns i and i + W, to their row: floats, or units. */
+INLINE void store_weights(float *row, int64_t i, vec x, vec y, const int as_units)
+{
+#if HEED_DOT
+    if (as_units) {
+        vec_store(row + i / 2, vec_to_pairs(x, y));
+        return;
+    }
+#endif
+    (void)as_units;
+    vec_store(row + i, x), vec_store(row + i + W, y);
+}
+
+/* Scores of a tile to weights, in place, columns [from, to) of S, multiples of 2 W and W; updates m and l and says in keep
+ * by what to scale O. as_units: see row_to_units(). */
+static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to, float c,
+                         const int as_units)
 {
     float top[MR + W], base[MR + W];
     for (int64_t r = 0; r < rows; r++) {
@@ -46,12 +60,12 @@ static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows
         for (; i + W < to; i += 2 * W) {
             vec x = vec_exp2(vec_mul(vec_sub(vec_load(s + i), b), factor));
             vec y = vec_exp2(vec_mul(vec_sub(vec_load(s + i + W), b), factor));
-            vec_store(s + i, x), vec_store(s + i + W, y);
+            store_weights(s, i, x, y, as_units);
             sum = vec_add(sum, x), sum2 = vec_add(sum2, y);
         }
         for (; i < to; i += W) {
             vec x = vec_exp2(vec_mul(vec_sub(vec_load(s + i), b), factor));
-            vec_store(s + i, x);
+            store_weights(s, i, x, vec_zero(), as_units);
             sum = vec_add(sum, x);
         }
         l[r] += vec_sum(vec_add(sum, sum2));

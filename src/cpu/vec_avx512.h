@@ -107,16 +107,14 @@ static inline vec vec_load_pairs(const uint16_t *a, const uint16_t *b)
     __m512i hi = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)b));
     return _mm512_castsi512_ps(_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
 }
-/* 2 W bf16 from two vectors, lo first. */
-static inline void vec_store_bf16_pair(void *p, vec lo, vec hi)
+/* W pairs: the 2 W numbers of two vectors, lo first, rounded to bf16. */
+static inline vec vec_to_pairs(vec lo, vec hi) { return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(hi, lo)); }
+/* a and b hold 2 W bf16 each. Lane i of the result: the pair (a_i, b_i), or with `high` (a_(i+W), b_(i+W)). */
+static inline vec vec_zip(vec a, vec b, const int high)
 {
-    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(hi, lo));
-}
-/* Lane i: the pair (a_i, b_i) rounded to bf16. */
-static inline vec vec_zip_bf16(vec a, vec b)
-{
-    __m512i lo = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a));
-    __m512i hi = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(b));
-    return _mm512_castsi512_ps(_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
+    const int first = high ? 0x00300010 : 0x00200000; /* numbers 32 and up are those of b */
+    __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i index = _mm512_add_epi32(_mm512_set1_epi32(first), _mm512_mullo_epi32(lane, _mm512_set1_epi32(0x10001)));
+    return _mm512_castsi512_ps(_mm512_permutex2var_epi16(_mm512_castps_si512(a), index, _mm512_castps_si512(b)));
 }
 #endif

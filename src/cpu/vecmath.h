@@ -101,6 +101,22 @@ static void store_row(void *to, heed_dtype type, int64_t step, const float *from
     FOR_TYPE(type, store_row_as, to, step, from, n, scale);
 }
 
+INLINE void store_rows_as(heed_dtype type, char *to, int64_t step, const float *from, int64_t ld, int64_t rows,
+                          int64_t n)
+{
+    for (int64_t r = 0; r < rows; r++, to += step, from += ld)
+        for (int64_t c = 0; c < n; c += W)
+            vec_store_as(type, to, c, vec_load(from + c));
+}
+
+INLINE float row_dot_as(heed_dtype type, const void *a, const void *b, int64_t n)
+{
+    vec sum = vec_zero();
+    for (int64_t c = 0; c < n; c += W)
+        sum = vec_fma(vec_load_as(type, a, c), vec_load_as(type, b, c), sum);
+    return vec_sum(sum);
+}
+
 INLINE int row_is_finite_as(heed_dtype type, const void *row, int64_t step, int64_t n)
 {
     vec zero = vec_zero(), sum = zero;
