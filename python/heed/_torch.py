@@ -10,14 +10,15 @@ import torch
 from heed import _C, _ops
 from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, type_name
 
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 
 
-def empty(like: torch.Tensor, shape: Any, strides: Any, dtype: str | None) -> torch.Tensor:
+def empty(like: torch.Tensor, shape: Any, strides: Any, dtype: str) -> torch.Tensor:
     if shape is None:
         return torch.empty_like(like)
-    return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype or "float32"), device=like.device)
+    return torch.empty_strided(shape, strides, dtype=_DTYPES[dtype], device=like.device)
 
 
 # ---- Putting a call in order -------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ _C.use_torch(
     torch.nn.Parameter,
     getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     "libtorch_cpu.so",
-    torch.empty_like,
+    (torch.empty_like, torch.empty_strided, _DTYPES),
     (torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
     torch.autograd.forward_ad,
     torch.is_grad_enabled,

@@ -4,7 +4,8 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-PyObject *memory_empty_function, *memory_stream_function, *memory_torch_empty_like;
+PyObject *memory_empty_function, *memory_stream_function;
+PyObject *memory_torch_empty_like, *memory_torch_empty_strided, *memory_torch_dtypes;
 
 /* ---- PyTorch's stable C interface ------------------------------------------------------------------------------- */
 
@@ -78,26 +79,7 @@ static PyObject *tuple_of(int n, const int64_t *numbers)
     return tuple;
 }
 
-PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *shape, const int64_t *stride,
-                     dl_dtype dtype)
-{
-    if (shim.found && of_exchange(like)) {
-        PyObject *tensor = by_shim(v, ndim, shape, stride, dtype);
-        if (tensor)
-            return tensor; /* out of memory and the like are told by the way below */
-        PyErr_Clear();
-    }
-    static const char *const names[] = { [2] = "float16", [4] = "float32", [8] = "float64" };
-    const char *name = dtype.code == DL_UINT ? "uint8" : dtype.code == DL_BFLOAT ? "bfloat16" : names[dtype.bits / 8];
-    PyObject *sizes = tuple_of(ndim, shape), *steps = tuple_of(ndim, stride), *result = NULL;
-    if (sizes && steps)
-        result = PyObject_CallFunction(memory_empty_function, "OOOs", like, sizes, steps, name);
-    Py_XDECREF(sizes);
-    Py_XDECREF(steps);
-    return result;
-}
-
-/* Packed in the usual order, as empty_like would make it too? */
+/* Packed in the usual order, as empty_like would make it too. */
 static int is_packed(const view *v)
 {
     int64_t next = 1;
@@ -105,6 +87,54 @@ static int is_packed(const view *v)
         if (v->stride[d] != next || v->shape[d] == 0)
             return 0;
     return 1;
+}
+
+static int same_shape(const view *v, int ndim, const int64_t *shape, const int64_t *stride, dl_dtype dtype)
+{
+    if (ndim != v->ndim || dtype.code != v->dtype.code || dtype.bits != v->dtype.bits)
+        return 0;
+    for (int d = 0; d < ndim; d++)
+        if (shape[d] != v->shape[d] || stride[d] != v->stride[d])
+            return 0;
+    return 1;
+}
+
+/* PyTorch before 2.14: its Python functions, called from here. */
+static PyObject *by_torch(PyObject *like, PyObject *sizes, PyObject *steps, const char *name)
+{
+    PyObject *device = PyObject_GetAttrString(like, "device"), *how = NULL, *where = NULL, *result = NULL;
+    PyObject *dtype = PyDict_GetItemString(memory_torch_dtypes, name);
+    if (device && dtype && (how = Py_BuildValue("{sOsO}", "dtype", dtype, "device", device)) &&
+        (where = PyTuple_Pack(2, sizes, steps)))
+        result = PyObject_Call(memory_torch_empty_strided, where, how);
+    Py_XDECREF(device);
+    Py_XDECREF(how);
+    Py_XDECREF(where);
+    return result;
+}
+
+PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *shape, const int64_t *stride,
+                     dl_dtype dtype)
+{
+    int torch = of_exchange(like);
+    if (shim.found && torch) {
+        PyObject *tensor = by_shim(v, ndim, shape, stride, dtype);
+        if (tensor)
+            return tensor; /* out of memory and the like are told by the way below */
+        PyErr_Clear();
+    }
+    if (torch && is_packed(v) && same_shape(v, ndim, shape, stride, dtype))
+        return PyObject_CallFunctionObjArgs(memory_torch_empty_like, like, NULL);
+    static const char *const names[] = { [2] = "float16", [4] = "float32", [8] = "float64" };
+    const char *name = dtype.code == DL_UINT ? "uint8" : dtype.code == DL_BFLOAT ? "bfloat16" : names[dtype.bits / 8];
+    PyObject *sizes = tuple_of(ndim, shape), *steps = tuple_of(ndim, stride), *result = NULL;
+    if (sizes && steps && torch)
+        result = by_torch(like, sizes, steps, name);
+    else if (sizes && steps)
+        result = PyObject_CallFunction(memory_empty_function, "OOOs", like, sizes, steps, name);
+    Py_XDECREF(sizes);
+    Py_XDECREF(steps);
+    return result;
 }
 
 PyObject *memory_like(PyObject *like, PyObject *object)

@@ -6,8 +6,8 @@
 
 /* A Python function empty(like, shape, strides, dtype) and one stream(like), which know every library. */
 extern PyObject *memory_empty_function, *memory_stream_function;
-/* torch.empty_like, which is quicker than them; may be NULL. */
-extern PyObject *memory_torch_empty_like;
+/* torch.empty_like, torch.empty_strided and a dict from names to dtypes: quicker than them; NULL before torch is here. */
+extern PyObject *memory_torch_empty_like, *memory_torch_empty_strided, *memory_torch_dtypes;
 
 /* Finds the C functions of PyTorch 2.14 and later that make tensors without Python. Does nothing with earlier ones. */
 void memory_use_torch_shim(const char *library);

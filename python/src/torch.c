@@ -49,8 +49,9 @@ PyObject *torch_use(PyObject *module, PyObject *args)
     (void)module;
     PyObject *tensor, *parameter, *exchange;
     const char *library;
-    if (!PyArg_ParseTuple(args, "OOOsO(OO)OOOO", &tensor, &parameter, &exchange, &library, &memory_torch_empty_like,
-                          &dispatch_modes, &autocast, &forward_ad, &is_grad_enabled, &functorch_active, &apply))
+    if (!PyArg_ParseTuple(args, "OOOs(OOO)(OO)OOOO", &tensor, &parameter, &exchange, &library, &memory_torch_empty_like,
+                          &memory_torch_empty_strided, &memory_torch_dtypes, &dispatch_modes, &autocast, &forward_ad,
+                          &is_grad_enabled, &functorch_active, &apply))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
     if (exchange == Py_None)

@@ -98,7 +98,7 @@ def options(draw: Any, n: Numbers, B: int, H: int, S: int, T: int, dtype: torch.
         kind = dtype if draw(st.booleans()) or dtype == torch.float64 else torch.float32
         o["bias"] = bias.to(device, kind)
     if maybe(draw):
-        o["scale"] = draw(st.sampled_from([0.0, -0.3, 0.17, 1.0]))
+        o["scale"] = draw(st.sampled_from([0.0, -0.3125, 0.1875, 1.0]))
     if maybe(draw):
         o["softcap"] = draw(st.sampled_from([0.5, 20.0]))
     if maybe(draw):

@@ -8,7 +8,6 @@ import torch
 
 import heed
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(prototype|beta).*")
 Q = torch.randn(2, 4, 5, 8)
 
 
