@@ -1,8 +1,8 @@
 """The front door: names, defaults and documentation. What happens behind it:
 
-    _C.attention    PyTorch tensors in an ordinary context: everything in C, autograd included
-    _torch.py       PyTorch otherwise: torch.compile, autocast, vmap, subclasses, unusual types
-    _arrays.py      NumPy and other arrays
+_C.attention    PyTorch tensors in an ordinary context: everything in C, autograd included
+_torch.py       PyTorch otherwise: torch.compile, autocast, vmap, subclasses, unusual types
+_arrays.py      NumPy and other arrays
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _attention(return_lse: bool, *arguments: Any) -> Any:
     return _arrays.attention(return_lse, Arguments(*arguments))
 
 
-def _empty(like: Any, shape: Any, strides: Any, dtype: str | None) -> Any:
+def _empty(like: Any, shape: Any, strides: Any, dtype: str) -> Any:
     if _is_torch(like):
         from heed import _torch
 
@@ -200,10 +200,11 @@ def attention_backward(
         dropout_seed, lengths_q, lengths_k, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     if _is_torch(q):
-        from heed import _torch as side
+        from heed import _torch
+
+        gradients = _torch.attention_backward(do, dlse, o, lse, arguments)
     else:
-        side = _arrays
-    gradients = side.attention_backward(do, dlse, o, lse, arguments)
+        gradients = _arrays.attention_backward(do, dlse, o, lse, arguments)
     return (*gradients[:3], *([] if bias is None else gradients[3:4]), *([] if sink is None else gradients[4:5]))
 
 

@@ -11,7 +11,7 @@ class Arguments(NamedTuple):
     v: Any
     layout: str = "bhsd"
     causal: bool | str = False
-    window: tuple[int | None, int | None] | None = None
+    window: Any = None
     stride: int = 1
     mask: Any = None
     bias: Any = None

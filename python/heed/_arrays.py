@@ -24,7 +24,7 @@ def _namespace(value: Any) -> Any:
     return sys.modules[_library(value)]
 
 
-def empty(like: Any, shape: tuple[int, ...] | None, strides: tuple[int, ...], dtype: str | None) -> Any:
+def empty(like: Any, shape: tuple[int, ...] | None, strides: tuple[int, ...], dtype: str) -> Any:
     """A new array of like's library: shaped like it, or with that shape in the memory order that the strides say."""
     xp = _namespace(like)
     if shape is None:
@@ -67,7 +67,7 @@ def _prepare(a: Arguments) -> Arguments:
 def _to_numpy(a: Arguments) -> Arguments:
     import numpy
 
-    changes = {
+    changes: dict[str, Any] = {
         name: numpy.asarray(value)
         for name in TENSORS
         if (value := getattr(a, name)) is not None and not isinstance(value, int)

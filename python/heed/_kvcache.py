@@ -41,17 +41,15 @@ def _check(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, block_table: Any,
         raise ValueError(f"k: has {k.shape[1]} rows, the cache holds {_capacity(k_cache, block_table)} of a sequence")
 
 
-def _places(xp: Any, lengths: Any, count: int, cache: Any, block_table: Any, arange: Any) -> tuple[Any, Any, Any]:
+def _places(xp: Any, lengths: Any, count: int, cache: Any, block_table: Any) -> tuple[Any, Any, Any]:
     """For each new row: its page (or batch) and row in the cache, and whether that is inside."""
-    rows = lengths.reshape(-1, 1) + arange
+    rows = lengths.reshape(-1, 1) + xp.arange(count, **_on(cache))
     inside = (rows >= 0) & (rows < _capacity(cache, block_table))
-    if block_table is None:
-        pages = (xp.zeros_like(rows) + xp.arange(len(lengths), **_on(cache)).reshape(-1, 1)).reshape(-1)
-        return pages, rows.reshape(-1), inside.reshape(-1)
-    size = cache.shape[1]
-    columns = xp.where(inside, rows, 0) // size
     sequence = xp.arange(len(lengths), **_on(cache)).reshape(-1, 1)
-    pages = block_table[sequence, columns]
+    if block_table is None:
+        return (xp.zeros_like(rows) + sequence).reshape(-1), rows.reshape(-1), inside.reshape(-1)
+    size = cache.shape[1]
+    pages = block_table[sequence, xp.where(inside, rows, 0) // size]
     inside = inside & (pages >= 0) & (pages < cache.shape[0])
     return pages.reshape(-1), (rows % size).reshape(-1), inside.reshape(-1)
 
@@ -73,8 +71,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, block_tabl
     else:
         xp = _arrays._namespace(k_cache)
         on_host = True
-    arange = xp.arange(count, **_on(k_cache))
-    pages, rows, inside = _places(xp, lengths, count, k_cache, block_table, arange)
+    pages, rows, inside = _places(xp, lengths, count, k_cache, block_table)
     if on_host:
         if not bool(inside.all()):
             longest = int(lengths.max()) + count
@@ -90,7 +87,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, block_tabl
         return
     # A row that is not inside repeats the first one that is, so that it changes nothing; where none is, row 0 of the cache
     # is written with what it holds.
-    first = inside.int().argmax()
+    first = inside.int().argmax(0, keepdim=True)  # one number in a dimension: to index with it does not wait
     some = inside[first]
     for cache, new in ((k_cache, k), (v_cache, v)):
         new = new.reshape(-1, *new.shape[2:])
@@ -142,7 +139,9 @@ def attention_with_kvcache(
             if t is not None:
                 _torch._check(name, t)
                 if torch.is_grad_enabled() and t.requires_grad:
-                    raise ValueError(f"{name}: requires a gradient, which attention_with_kvcache has not; use torch.no_grad()")
+                    raise ValueError(
+                        f"{name}: requires a gradient, which attention_with_kvcache has not; use torch.no_grad()"
+                    )
                 if t.device != q.device:
                     raise ValueError(f"{name}: is on {t.device}, q is on {q.device}")
     lengths = cache_seqlens

@@ -39,7 +39,9 @@ class Numbers:
         return torch.randn(*shape, generator=self.generator)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        order = self.draw(st.sampled_from(["packed", "packed", "transposed", "padded", "stepped", "expanded", "offset"]))
+        order = self.draw(
+            st.sampled_from(["packed", "packed", "transposed", "padded", "stepped", "expanded", "offset"])
+        )
         if order == "transposed" and len(shape) == 4:
             base = self.normal(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
         elif order == "padded":

@@ -43,7 +43,9 @@ def test_scaled_dot_product_attention_is_that_of_torch(data, device):
 
 def test_scaled_dot_product_attention_broadcasts_and_refuses(device):
     q, k = torch.randn(2, 3, 4, 5, 8, device=device), torch.randn(1, 1, 4, 7, 8, device=device)
-    assert torch.allclose(heed.scaled_dot_product_attention(q, k, k), F.scaled_dot_product_attention(q, k, k), atol=1e-5)
+    assert torch.allclose(
+        heed.scaled_dot_product_attention(q, k, k), F.scaled_dot_product_attention(q, k, k), atol=1e-5
+    )
     mask = torch.rand(2, 1, 4, 5, 7, device=device) > 0.3
     want = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
     assert torch.allclose(heed.scaled_dot_product_attention(q, k, k, attn_mask=mask), want, atol=1e-5)
@@ -144,9 +146,9 @@ def test_fused_attention_with_and_without_mask(device):
     assert torch.allclose(plain, F.scaled_dot_product_attention(q, k, v), atol=1e-5)
     assert torch.equal(plain, heed.fused_attention_with_mask(q, k, v, None))
     mask = torch.rand(7, 7, device=device) > 0.4
-    for given in (mask, torch.randn(2, 1, 7, 7, device=device)):
-        want = F.scaled_dot_product_attention(q, k, v, attn_mask=given)
-        assert torch.allclose(heed.fused_attention_with_mask(q, k, v, given), want, atol=1e-5)
+    for added in (mask, torch.randn(2, 1, 7, 7, device=device)):
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=added)
+        assert torch.allclose(heed.fused_attention_with_mask(q, k, v, added), want, atol=1e-5)
 
 
 def test_names_that_need_torch_are_found():

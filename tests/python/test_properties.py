@@ -115,7 +115,7 @@ def test_gradients_reach_what_was_seen_and_nothing_else(data, device):
     unseen = hidden | (torch.arange(T, device=device) % stride != 0)
     inputs = [t.requires_grad_() for t in (q, k, v)]
     o = heed.attention(*inputs, mask=~hidden[None, :], stride=stride)
-    dq, dk, dv = torch.autograd.grad(o, inputs, torch.randn_like(o))
+    _, dk, dv = torch.autograd.grad(o, inputs, torch.randn_like(o))
     assert not dk[:, :, unseen].any() and not dv[:, :, unseen].any()
     if not unseen.all():
         assert dv[:, :, ~unseen].any()
@@ -167,5 +167,7 @@ def test_inputs_are_read_where_they_lie(device):
 def test_a_single_number_as_a_tensor(device):
     one = torch.ones((), device=device).expand(2, 2, 3, 4)
     assert torch.allclose(heed.attention(one, one, one), torch.ones(2, 2, 3, 4, device=device))
-    o = heed.attention(one.contiguous().requires_grad_(), one, one, bias=torch.zeros((), device=device).expand(2, 2, 3, 3))
+    o = heed.attention(
+        one.contiguous().requires_grad_(), one, one, bias=torch.zeros((), device=device).expand(2, 2, 3, 3)
+    )
     o.sum().backward()

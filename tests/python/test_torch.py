@@ -94,6 +94,7 @@ def test_every_function_compiles(device):
         lambda: heed.CustomStridedAttention(3)(q, k, v),
         lambda: layer(q[:, 0]),
         lambda: heed.attention_with_kvcache(q, k4, v4, cache_seqlens=lengths.clamp(max=4)),
+        lambda: heed.attention_with_kvcache(q, k4 + 0, v4 + 0, q[:, :1], q[:, :1], lengths.clamp(max=3), causal=True),
         lambda: heed.attention_backward(q, q, k, v, *heed.attention(q, k, v, return_lse=True))[1],
     ]
     for number, call in enumerate(calls):
@@ -117,7 +118,9 @@ def test_dropout_compiles_and_draws_anew(device):
 def test_compiles_with_changing_sizes(device):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    f = torch.compile(lambda q, k, v: heed.attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=counter)
+    f = torch.compile(
+        lambda q, k, v: heed.attention(q, k, v, causal=True), fullgraph=True, dynamic=True, backend=counter
+    )
     counts = []
     for S in (9, 17, 33):
         inputs = qkv(device, S=S, T=S + 2)
@@ -143,7 +146,10 @@ def test_exports(device):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
 def test_opcheck(layout, device):
     q, k, v = qkv(device)
-    rest = {"bias": torch.randn(4, 1, 11, device=device, requires_grad=True), "mask": torch.rand(9, 11, device=device) > 0.2}
+    rest = {
+        "bias": torch.randn(4, 1, 11, device=device, requires_grad=True),
+        "mask": torch.rand(9, 11, device=device) > 0.2,
+    }
     if layout == "bshd":
         q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
     if layout == "thd":
@@ -174,11 +180,18 @@ def test_vmap_in_every_dimension(device):
     for f, dims, extra in [
         (lambda q, k, v: heed.attention(q, k, v, causal=True), (0, 0, 0), ()),
         (lambda q, k, v, b: heed.attention(q, k, v, bias=b), (0, 0, 0, 0), (bias,)),
-        (lambda q, k, v, s, n: heed.attention(q, k, v, alibi_slopes=s, lengths_k=n), (0, 0, 0, 0, 0), (slopes, lengths)),
+        (
+            lambda q, k, v, s, n: heed.attention(q, k, v, alibi_slopes=s, lengths_k=n),
+            (0, 0, 0, 0, 0),
+            (slopes, lengths),
+        ),
         (lambda q, k, v, s: heed.attention(q, k, v, sink=s), (0, 0, 0, 0), (sinks,)),
         (lambda q, k, v, m: heed.attention(q, k, v, mask=m), (0, 0, 0, None), (bias[0] > 0,)),
     ]:
-        want = [f(q[n], k[n], v[n], *(x if d is None else x[n] for x, d in zip(extra, dims[3:], strict=True))) for n in range(3)]
+        want = [
+            f(q[n], k[n], v[n], *(x if d is None else x[n] for x, d in zip(extra, dims[3:], strict=True)))
+            for n in range(3)
+        ]
         same([vmap(f, in_dims=dims)(q, k, v, *extra)], [torch.stack(want)], 1e-6)
     only_q = vmap(lambda q: heed.attention(q, k[0], v[0]), in_dims=1, out_dims=2)(q.movedim(0, 1))
     same([only_q], [torch.stack([heed.attention(x, k[0], v[0]) for x in q], 2)])
@@ -464,10 +477,16 @@ def test_is_captured_in_a_graph(cuda):
 def test_does_not_wait_for_the_device(cuda):
     q = torch.randn(1, 2, 64, 64, device=cuda, requires_grad=True)
     heed.attention(q, q, q).sum().backward()
+    new = torch.randn(4, 1, 2, 64, device=cuda)
+    cache = [torch.randn(4, n, 2, 64, device=cuda) for n in (1, 64, 64)]
+    lengths, table = torch.arange(4, device=cuda), torch.arange(4, device=cuda)[:, None]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         heed.attention(q, q, q, causal=True, dropout_p=0.5).sum().backward()
+        with torch.no_grad():
+            heed.attention_with_kvcache(*cache, new, new, lengths)
+            heed.attention_with_kvcache(*cache, new, new, lengths, table)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
