@@ -69,7 +69,8 @@ static void prepare_rows(void *context, int64_t index, int thread)
     int64_t first = s.keys, last = 0;
     source o = rows_of(p, &s, &p->a.o, h, p->Dv), d_o = rows_of(p, &s, &g->d_o, h, p->Dv);
     for (int64_t i = i0; i < HEED_MIN(i0 + x->f.block, s.rows); i++) {
-        query q = query_at(p, &s, h, i);
+        query q;
+        query_at(p, &s, h, i, &q);
         if (q.first < q.last)
             first = HEED_MIN(first, q.first), last = HEED_MAX(last, q.last);
         int64_t row = s.q_row + i;

@@ -160,7 +160,7 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
     b->finite = 1;
     for (int64_t r = 0; r < b->rows; r++) {
         int64_t i = i0 + r;
-        b->row[r] = query_at(p, &b->span, h, i);
+        query_at(p, &b->span, h, i, &b->row[r]);
         b->lse[r] = ((const float *)lse->data)[b->span.q_batch * lse->stride[0] + h * lse->stride[1] +
                                                (b->span.q_row + i) * lse->stride[2]];
         b->delta[r] = delta[r];

@@ -251,7 +251,7 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
     for (int64_t r = 0; r < b->rows; r++, i++) {
         if (i == b->span->rows)
             i = 0, h++;
-        b->row[r] = query_at(p, b->span, h, i);
+        query_at(p, b->span, h, i, &b->row[r]);
         b->m[r] = -INFINITY, b->l[r] = 0;
         if (b->row[r].first < b->row[r].last)
             first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
@@ -361,7 +361,7 @@ static void merge_chunks(const forward_run *x, forward_block *b)
             for (int64_t d = 0; d < p->Dv; d++)
                 O[d] += w * o[d];
         }
-        b->row[0] = query_at(p, b->span, b->hk * p->G + r / b->span->rows, r % b->span->rows);
+        query_at(p, b->span, b->hk * p->G + r / b->span->rows, r % b->span->rows, &b->row[0]);
         finish_row(b, 0, O, m, l);
     }
 }

@@ -36,11 +36,11 @@ static void job_start(job *j, const heed_problem *p, const heed_plan *plan, cons
     j->keep_scale = 65536.0f / (float)(65536 - p->drop_below);
 }
 
-static inline query query_at(const heed_problem *p, const heed_span *s, int64_t h, int64_t i)
+static inline void query_at(const heed_problem *p, const heed_span *s, int64_t h, int64_t i, query *q)
 {
-    query q = { .h = h, .i = i };
-    heed_band(p, s, i, &q.first, &q.last);
-    return q;
+    q->h = h, q->i = i, q->first = 0, q->last = s->keys;
+    if (p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED)
+        heed_band(p, s, i, &q->first, &q->last);
 }
 
 /* Of row q and keys [n, n + count): the bias as floats, or 1 and 0 of a mask. The columns need not be neighbours. */

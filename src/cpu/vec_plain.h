@@ -58,17 +58,20 @@ static inline vec vec_scale2(vec x, vec n)
         e[i] = n[i] == n[i] ? (int32_t)n[i] : 0;
     return x * (vec)((e + 127) << 23);
 }
-/* The sum of the lanes, and the largest. */
+/* The sum of the lanes. */
 static inline float vec_sum(vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 /* The sums of four vectors. */
 static inline void vec_sum4(vec a, vec b, vec c, vec d, float out[4])
 {
     out[0] = vec_sum(a), out[1] = vec_sum(b), out[2] = vec_sum(c), out[3] = vec_sum(d);
 }
-static inline float vec_top(vec x)
+/* The largest lanes of four vectors. */
+static inline void vec_top4(vec a, vec b, vec c, vec d, float out[4])
 {
-    float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
-    return a > b ? a : b;
+    vec ab = vec_max((vec){ a[0], b[0], a[1], b[1] }, (vec){ a[2], b[2], a[3], b[3] });
+    vec cd = vec_max((vec){ c[0], d[0], c[1], d[1] }, (vec){ c[2], d[2], c[3], d[3] });
+    vec top = vec_max((vec){ ab[0], ab[1], cd[0], cd[1] }, (vec){ ab[2], ab[3], cd[2], cd[3] });
+    vec_store(out, top);
 }
 
 /* W numbers of 16 bits to and from floats, rounded to nearest even. */
