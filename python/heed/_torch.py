@@ -102,7 +102,8 @@ def attention(return_lse: bool, a: Arguments) -> Any:
         return (o, lse) if return_lse else o
     differentiable = [getattr(a, name) for name in _DIFFERENTIABLE]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
-        return _Attention.apply(*differentiable, return_lse, list(a))
+        rest = () if a.bias is None and a.sink is None else (a.bias, a.sink)
+        return _Attention.apply(a.q, a.k, a.v, [*a, return_lse], *rest)
     return _C.forward(None, return_lse, *a)
 
 
@@ -123,20 +124,22 @@ def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tu
 
 
 class _Attention(torch.autograd.Function):
-    forward = staticmethod(_C.function_forward)
+    """Inputs: q, k, v, a list of the arguments and return_lse, and, where one of them is not None, bias and sink."""
 
-    @staticmethod
-    def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
-        if do is None:
-            if dlse is None:
-                return (None,) * 7
-            do = torch.zeros_like(ctx.saved_tensors[0])
-        if not torch.is_grad_enabled():
-            return _C.function_backward(ctx, do, dlse)
-        o, lse, arguments = _C.function_state(ctx)
-        wants = list(ctx.needs_input_grad[:5])
-        results = _ops.AttentionBackward.apply(do, dlse, o, lse, wants, *_ops.to_op(Arguments(*arguments)))
-        return (*(result if want else None for result, want in zip(results, wants, strict=True)), None, None)
+    forward = staticmethod(_C.function_forward)
+    backward = staticmethod(_C.function_backward)
+
+
+def _backward_otherwise(ctx: Any, do: Any, dlse: Any) -> Any:
+    """The backward where only lse was used, or where a graph of it is asked for."""
+    wants = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:], False, False][:5]
+    o, lse, arguments = _C.function_state(ctx)
+    if do is None:
+        do = torch.zeros_like(o)
+    op = _ops.AttentionBackward.apply if torch.is_grad_enabled() else torch.ops.heed.attention_backward
+    results = op(do, dlse, o, lse, wants, *_ops.to_op(Arguments(*arguments)))
+    dq, dk, dv, *rest = (result if want else None for result, want in zip(results, wants, strict=True))
+    return (dq, dk, dv, None, *rest)[: len(ctx.needs_input_grad)]
 
 
 _C.use_torch(
@@ -150,4 +153,5 @@ _C.use_torch(
     torch.is_grad_enabled,
     torch._C._are_functorch_transforms_active,
     super(torch.autograd.Function, _Attention).apply,  # without the Python around it: the extension asks for functorch
+    _backward_otherwise,
 )

@@ -48,7 +48,13 @@ static PyObject *backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
         if (wants[i] < 0)
             return NULL;
     }
-    return torch_gradients(p[0], p[1], p[2], p[3], wants, p + 5, GRADIENTS);
+    PyObject *made[GRADIENTS], *result;
+    if (torch_gradients(p[0], p[1], p[2], p[3], wants, p + 5, made))
+        return NULL;
+    result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2], made[3], made[4]);
+    for (int i = 0; i < GRADIENTS; i++)
+        Py_DECREF(made[i]);
+    return result;
 }
 
 static PyObject *set_threads(PyObject *module, PyObject *number)

@@ -4,7 +4,8 @@
 #include <string.h>
 
 PyObject *torch_otherwise;
-static PyObject *apply, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast, *forward_ad;
+static PyObject *apply, *backward_otherwise, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast,
+    *forward_ad;
 static PyObject *s_current_level, *s_requires_grad, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options,
     *s_materialize_grads;
 
@@ -49,9 +50,9 @@ PyObject *torch_use(PyObject *module, PyObject *args)
     (void)module;
     PyObject *tensor, *parameter, *exchange;
     const char *library;
-    if (!PyArg_ParseTuple(args, "OOOs(OOO)(OO)OOOO", &tensor, &parameter, &exchange, &library, &memory_torch_empty_like,
-                          &memory_torch_empty_strided, &memory_torch_dtypes, &dispatch_modes, &autocast, &forward_ad,
-                          &is_grad_enabled, &functorch_active, &apply))
+    if (!PyArg_ParseTuple(args, "OOOs(OOO)(OO)OOOOO", &tensor, &parameter, &exchange, &library,
+                          &memory_torch_empty_like, &memory_torch_empty_strided, &memory_torch_dtypes, &dispatch_modes,
+                          &autocast, &forward_ad, &is_grad_enabled, &functorch_active, &apply, &backward_otherwise))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
     if (exchange == Py_None)
@@ -179,17 +180,24 @@ static int compute(PyObject *const *args, int want_lse, PyObject **o, PyObject *
     return bad;
 }
 
+/* Inputs of the autograd function: q, k, v, the list of all arguments and return_lse, and, only where there is one of
+ * them, bias and sink: every input costs time. */
+enum { IN_Q, IN_K, IN_V, IN_LIST, IN_BIAS, IN_SINK };
+
 static PyObject *with_autograd(PyObject *return_lse, PyObject *const *args)
 {
-    PyObject *all = PyList_New(ARGUMENTS), *result = NULL;
-    for (int n = 0; all && n < ARGUMENTS; n++) {
-        Py_INCREF(args[n]);
-        PyList_SetItem(all, n, args[n]);
+    PyObject *list = PyList_New(ARGUMENTS + 1), *result = NULL;
+    if (!list)
+        return NULL;
+    for (int n = 0; n <= ARGUMENTS; n++) {
+        PyObject *value = n < ARGUMENTS ? args[n] : return_lse;
+        Py_INCREF(value);
+        PyList_SetItem(list, n, value);
     }
-    if (all)
-        result = PyObject_CallFunctionObjArgs(apply, args[ARG_Q], args[ARG_K], args[ARG_V], args[ARG_BIAS],
-                                              args[ARG_SINK], return_lse, all, NULL);
-    Py_XDECREF(all);
+    int few = args[ARG_BIAS] == Py_None && args[ARG_SINK] == Py_None;
+    result = PyObject_CallFunctionObjArgs(apply, args[ARG_Q], args[ARG_K], args[ARG_V], list,
+                                          few ? NULL : args[ARG_BIAS], args[ARG_SINK], NULL);
+    Py_DECREF(list);
     return result;
 }
 
@@ -237,12 +245,11 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
 
 /* ---- The autograd function -------------------------------------------------------------------------------------- */
 
-static PyObject *or_none(PyObject *object) { return object ? object : Py_None; }
-
 /* Tensors go through save_for_backward, which watches for changes in place and lets hooks move them. The list of
  * arguments stays in ctx.options with an Ellipsis in the place of each. */
 static int remember(PyObject *ctx, PyObject *list, PyObject *o, PyObject *lse)
 {
+    int return_lse = PyList_GetItem(list, ARGUMENTS) == Py_True;
     PyObject *kept[2 + TENSORS] = { o, lse };
     int count = 2;
     for (int n = 0; n < TENSORS; n++) {
@@ -263,7 +270,7 @@ static int remember(PyObject *ctx, PyObject *list, PyObject *o, PyObject *lse)
             PyList_SetItem(list, tensors[n], Py_Ellipsis);
         }
     int bad = PyObject_SetAttr(ctx, s_to_save, tuple) || PyObject_SetAttr(ctx, s_options, list) ||
-              PyObject_SetAttr(ctx, s_materialize_grads, Py_False);
+              (return_lse && PyObject_SetAttr(ctx, s_materialize_grads, Py_False));
     Py_DECREF(tuple);
     return bad;
 }
@@ -271,57 +278,55 @@ static int remember(PyObject *ctx, PyObject *list, PyObject *o, PyObject *lse)
 PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    enum { CTX, RETURN_LSE = 1 + GRADIENTS, ALL, COUNT };
-    PyObject *args[ARGUMENTS], *o, *lse, *result = NULL;
-    if (n != COUNT || !PyList_Check(p[ALL]) || PyList_Size(p[ALL]) != ARGUMENTS) {
-        PyErr_SetString(PyExc_TypeError, "function_forward: takes ctx, q, k, v, bias, sink, return_lse and a list");
+    PyObject *args[ARGUMENTS], *o, *lse, *result = NULL, *list = n > 1 + IN_LIST ? p[1 + IN_LIST] : Py_None;
+    if (!PyList_Check(list) || PyList_Size(list) != ARGUMENTS + 1) {
+        PyErr_SetString(PyExc_TypeError, "function_forward: takes ctx, q, k, v, a list, and perhaps bias and sink");
         return NULL;
     }
     for (int i = 0; i < ARGUMENTS; i++)
-        args[i] = PyList_GetItem(p[ALL], i);
+        args[i] = PyList_GetItem(list, i);
     if (compute(args, 1, &o, &lse))
         return NULL;
-    if (!remember(p[CTX], p[ALL], o, lse))
-        result = p[RETURN_LSE] == Py_True ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
+    if (!remember(p[0], list, o, lse))
+        result = PyList_GetItem(list, ARGUMENTS) == Py_True ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
     Py_DECREF(o);
     Py_DECREF(lse);
     return result;
 }
 
-PyObject *torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants,
-                          PyObject *const *args, int size)
+int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants, PyObject *const *args,
+                    PyObject **made)
 {
     call c;
-    PyObject *made[GRADIENTS] = { NULL }, *result = NULL;
-    heed_tensor *const tensors[GRADIENTS] = { &c.g.d_q, &c.g.d_k, &c.g.d_v, &c.g.d_bias, &c.g.d_sink };
+    heed_tensor *const to[GRADIENTS] = { &c.g.d_q, &c.g.d_k, &c.g.d_v, &c.g.d_bias, &c.g.d_sink };
     static const char *const names[GRADIENTS] = { "dq", "dk", "dv", "dbias", "dsink" };
     memset(&c.g, 0, sizeof c.g);
     int bad = call_open(&c, args) || call_view(&c, o, "o", 0, &c.a.o) || call_view_rows(&c, lse, "lse", &c.a.lse) ||
               call_view(&c, d_o, "do", 0, &c.g.d_o) ||
               (d_lse != Py_None && call_view_rows(&c, d_lse, "dlse", &c.g.d_lse));
-    for (int n = 0; n < GRADIENTS && !bad; n++) {
+    for (int n = 0; n < GRADIENTS; n++) {
         PyObject *of = args[differentiable[n]];
-        if (!wants[n] || of == Py_None)
+        made[n] = NULL;
+        if (bad || !wants[n] || of == Py_None)
             continue;
         if (!(made[n] = call_new_like(&c, of)))
             bad = -1;
         else if (n == GRAD_BIAS)
-            bad = call_view_bias(&c, made[n], names[n], tensors[n]);
+            bad = call_view_bias(&c, made[n], names[n], to[n]);
         else if (n == GRAD_SINK)
-            bad = call_view_heads(&c, made[n], names[n], tensors[n]);
+            bad = call_view_heads(&c, made[n], names[n], to[n]);
         else
-            bad = call_view(&c, made[n], names[n], 1, tensors[n]);
+            bad = call_view(&c, made[n], names[n], 1, to[n]);
     }
-    if (!bad && !call_backward(&c) && (result = PyTuple_New(size)))
-        for (int n = 0; n < size; n++) {
-            PyObject *gradient = n < GRADIENTS ? or_none(made[n]) : Py_None;
-            Py_INCREF(gradient);
-            PyTuple_SetItem(result, n, gradient);
-        }
+    bad = bad || call_backward(&c);
     call_close(&c);
-    for (int n = 0; n < GRADIENTS; n++)
-        Py_XDECREF(made[n]);
-    return result;
+    for (int n = 0; n < GRADIENTS; n++) {
+        if (bad)
+            Py_CLEAR(made[n]);
+        else if (!made[n])
+            Py_INCREF(made[n] = Py_None);
+    }
+    return bad ? -1 : 0;
 }
 
 /* What remember() kept, put together again. All references are borrowed from kept and list. */
@@ -357,20 +362,25 @@ PyObject *torch_function_state(PyObject *module, PyObject *ctx)
 PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    enum { CTX, D_O, D_LSE, COUNT };
-    if (n != COUNT) {
-        PyErr_SetString(PyExc_TypeError, "function_backward: takes ctx, do and dlse");
-        return NULL;
-    }
-    PyObject *kept = PyObject_GetAttr(p[CTX], s_saved_tensors), *list = PyObject_GetAttr(p[CTX], s_options);
-    PyObject *needs = PyObject_GetAttr(p[CTX], s_needs_input_grad), *args[ARGUMENTS], *result = NULL;
+    PyObject *ctx = p[0], *d_o = p[1], *d_lse = n > 2 ? p[2] : Py_None;
+    if (d_o == Py_None || is_true(is_grad_enabled)) /* only lse was used; or a graph of the backward is wanted */
+        return PyObject_CallFunctionObjArgs(backward_otherwise, ctx, d_o, d_lse, NULL);
+
+    PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = PyObject_GetAttr(ctx, s_options);
+    PyObject *needs = PyObject_GetAttr(ctx, s_needs_input_grad), *result = NULL;
     if (kept && list && needs) {
-        int wants[GRADIENTS];
+        static const int input[GRADIENTS] = { IN_Q, IN_K, IN_V, IN_BIAS, IN_SINK };
+        PyObject *args[ARGUMENTS], *made[GRADIENTS];
+        int inputs = (int)PyTuple_Size(needs), wants[GRADIENTS];
         recall(kept, list, args);
         for (int i = 0; i < GRADIENTS; i++)
-            wants[i] = PyTuple_GetItem(needs, i) == Py_True;
-        result = torch_gradients(p[D_O], p[D_LSE], PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), wants, args,
-                                 GRADIENTS + 2);
+            wants[i] = input[i] < inputs && PyTuple_GetItem(needs, input[i]) == Py_True;
+        if (!torch_gradients(d_o, d_lse, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), wants, args, made)) {
+            result = inputs > IN_BIAS ? PyTuple_Pack(6, made[0], made[1], made[2], Py_None, made[3], made[4])
+                                      : PyTuple_Pack(4, made[0], made[1], made[2], Py_None);
+            for (int i = 0; i < GRADIENTS; i++)
+                Py_DECREF(made[i]);
+        }
     }
     Py_XDECREF(kept);
     Py_XDECREF(list);

@@ -18,15 +18,16 @@ int torch_prepare(void);
  * autograd; everything else, and every argument that is not understood here, goes to the Python function torch_otherwise. */
 PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n);
 
-/* Those of an autograd.Function: forward(ctx, q, k, v, bias, sink, return_lse, arguments), backward(ctx, do, dlse). */
+/* Those of an autograd.Function: forward(ctx, q, k, v, [*arguments, return_lse]), with bias and sink behind them where
+ * one of them is not None; backward(ctx, do) or backward(ctx, do, dlse). */
 PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_t n);
 PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize_t n);
 
 /* (o, lse, arguments) of the call that ctx remembers. */
 PyObject *torch_function_state(PyObject *module, PyObject *ctx);
 
-/* The gradients that are wanted, in a tuple of `size`, the rest of which is None. */
-PyObject *torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants,
-                          PyObject *const *args, int size);
+/* The gradients that are wanted into made, as new references; None in the place of the others. */
+int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants, PyObject *const *args,
+                    PyObject **made);
 
 #endif
