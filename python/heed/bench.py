@@ -219,7 +219,7 @@ class Table:
 
 def save(results, path):
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Result._fields)
         writer.writerows([f"{x:.6g}" if isinstance(x, float) else x for x in r] for r in results)
 
@@ -271,7 +271,8 @@ def plot(results, path, title):
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=len(names), frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, dpi=150)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "heed"}):  # text as text; the same file each time
+        figure.savefig(path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------
