@@ -419,7 +419,8 @@ def test_old_ways_in_give_the_same_bits(device):
         o = torch.empty_like(q)
         heed._C.forward(Old(o), False, *Arguments(Old(q), Old(k), Old(v), causal=True))
         same([o], [heed.attention(q, k, v, causal=True)])
-    same([_torch.empty(q, q.shape, q.stride(), "float32") * 0], [torch.zeros_like(q)])
+    made = _torch.empty(q, (2, 3), (1, 2), "bfloat16")
+    assert made.shape == (2, 3) and made.stride() == (1, 2) and made.dtype == torch.bfloat16 and made.device == q.device
 
 
 # ---- CUDA --------------------------------------------------------------------------------------------------------------
