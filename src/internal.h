@@ -147,12 +147,13 @@ enum {
     HEED_USES_LENGTHS = 1 << 8, /* padded or ragged */
     HEED_USES_PAGES = 1 << 9,
     HEED_USES_UNALIGNED = 1 << 10,
-    HEED_USES_REVERSED = 1 << 11,  /* q, k, v, o or a gradient with strides that are negative or 2^40 bytes and more */
+    HEED_USES_REVERSED = 1 << 11,  /* q, k, v, o or a gradient: strides below 0 or of 2^40 bytes, rows that repeat */
     HEED_USES_UNEQUAL = 1 << 12,   /* D != Dv */
     HEED_USES_SCALE = 1 << 13,     /* a scale of zero or less: the largest q.k is then not the largest score */
     HEED_USES_RESULTS = 1 << 14,   /* o or d_o in another type than q */
     HEED_USES_GRADIENTS = 1 << 15, /* d_q, d_k or d_v in another type than q, or added to */
-    HEED_USES_ALL = (1 << 16) - 1,
+    HEED_USES_SPREAD = 1 << 16,    /* a key stride in a ragged batch, or keys more than 2^31 positions apart */
+    HEED_USES_ALL = (1 << 17) - 1,
 };
 
 #define HEED_ANY_ARCH INT32_MAX

@@ -77,11 +77,12 @@ static const char *const use_names[] = { "causal or window",
                                          "ragged lengths",
                                          "paged cache",
                                          "unaligned rows",
-                                         "negative or very large strides",
+                                         "negative or very large strides, rows that repeat",
                                          "different head sizes of q and v",
                                          "a scale of zero or less",
                                          "o in another type than q",
-                                         "gradients that are added to or of another type" };
+                                         "gradients that are added to or of another type",
+                                         "a key stride in a ragged batch, or keys very far apart" };
 
 __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const char *format, ...)
 {
@@ -104,7 +105,7 @@ static int is_reversed(const heed_tensor *t)
     for (int d = 0; d < 3; d++)
         if (t->data && (t->stride[d] < 0 || t->stride[d] >= most))
             return 1;
-    return 0;
+    return t->data && t->stride[2] == 0 && t->shape[2] > 1;
 }
 
 static int differs(const heed_tensor *t, const heed_tensor *q) { return t->data && t->dtype != q->dtype; }
@@ -133,6 +134,9 @@ unsigned heed_uses_of(const heed_problem *p)
     uses |= differs(&a->o, &a->q) || differs(&g->d_o, &a->q) ? HEED_USES_RESULTS : 0;
     uses |= g->accumulate || differs(&g->d_q, &a->q) || differs(&g->d_k, &a->q) || differs(&g->d_v, &a->q)
                 ? HEED_USES_GRADIENTS
+                : 0;
+    uses |= (a->key_stride > 1 && a->offsets_k) || a->key_stride >= INT32_MAX / HEED_MAX(a->key_step, 1)
+                ? HEED_USES_SPREAD
                 : 0;
     return uses;
 }

@@ -65,6 +65,16 @@ static void use_distance(sample *s)
     const int64_t D = s->a.q.shape[3];
     memcpy(s->a.q.stride, (int64_t[4]){ (int64_t)1 << 40, 100 * D, D, 1 }, sizeof s->a.q.stride);
 }
+static void use_repeated(sample *s)
+{
+    const int64_t D = s->a.k.shape[3];
+    memcpy(s->a.k.stride, (int64_t[4]){ 400 * D, 100 * D, 0, 1 }, sizeof s->a.k.stride);
+}
+static void use_far_keys(sample *s)
+{
+    s->a.align = HEED_ALIGN_POSITION;
+    s->a.key_step = (int64_t)1 << 32;
+}
 static void use_unequal(sample *s)
 {
     s->a.v.shape[3] = s->a.o.shape[3] = s->g.d_o.shape[3] = s->g.d_v.shape[3] = s->a.q.shape[3] == 64 ? 128 : 64;
@@ -95,8 +105,10 @@ static const struct feature {
     { use_dropout, HEED_USES_DROPOUT, "dropout", 0 },
     { use_lengths, HEED_USES_LENGTHS, "ragged lengths", 0 },
     { use_unaligned, HEED_USES_UNALIGNED, "unaligned rows", 0 },
-    { use_reversed, HEED_USES_REVERSED, "negative or very large strides", 0 },
-    { use_distance, HEED_USES_REVERSED, "negative or very large strides", 0 },
+    { use_reversed, HEED_USES_REVERSED, "negative or very large strides, rows that repeat", 0 },
+    { use_distance, HEED_USES_REVERSED, "negative or very large strides, rows that repeat", 0 },
+    { use_repeated, HEED_USES_REVERSED, "negative or very large strides, rows that repeat", 0 },
+    { use_far_keys, HEED_USES_SPREAD, "a key stride in a ragged batch, or keys very far apart", 0 },
     { use_unequal, HEED_USES_UNEQUAL, "different head sizes of q and v", 0 },
     { use_scale, HEED_USES_SCALE, "a scale of zero or less", 0 },
     { use_zero_scale, HEED_USES_SCALE, "a scale of zero or less", 0 },
@@ -222,8 +234,8 @@ TEST(every_generation_gets_its_family)
         { "rtx3090", "portable", "mma portable", "mma portable" },
         { "l4", "portable", "mma portable", "mma portable" },
         { "rtx4090", "portable", "mma portable", "mma portable" },
-        { "h100", "portable", "sm90 mma portable", "sm90 mma portable" },
-        { "h200", "portable", "sm90 mma portable", "sm90 mma portable" },
+        { "h100", "portable", "mma portable", "mma portable" },
+        { "h200", "portable", "mma portable", "mma portable" },
         { "b200", "portable", "mma portable", "mma portable" },
         { "rtx5090", "portable", "mma portable", "mma portable" },
     };

@@ -106,7 +106,8 @@ __device__ inline span span_of(const args &a, int b)
     extent(a.lengths_k, a.offsets_k, b, a.k_rows, a.Sk, s.k_row, Lk);
     s.p0 = a.align == HEED_ALIGN_BOTTOM_RIGHT ? (int64_t)Lk - s.rows : a.p0;
     s.p_step = a.p_step, s.r0 = a.r0, s.r_step = a.r_step;
-    s.keys = Lk > a.col ? (int)((Lk - a.col + a.col_step - 1) / a.col_step) : 0;
+    const unsigned col = (unsigned)a.col, step = (unsigned)a.col_step; /* below 2^31: see place_keys() */
+    s.keys = (unsigned)Lk > col ? (int)((Lk - col + step - 1) / step) : 0;
     return s;
 }
 

@@ -1,0 +1,701 @@
+/* Forward for Hopper, fp16 and bf16. A block stays on its multiprocessor and takes tile after tile of rows: one warp
+ * plans them, one keeps the copy engine busy, and two or three warpgroups of 64 rows each compute
+ *
+ *     S = Q K^T     P = 2^(c S - c m)     O += P V
+ *
+ * over the keys from the last to the first, 64 to 128 at a time. The next S and the present O += P V are in the tensor
+ * core together, and the exponentials of that S are taken under the latter.
+ *
+ * The maximum m only keeps the exponentials in range: any value near it gives the same result. bf16 has the range of
+ * floats, so there m is taken from the first keys that a row sees and then left alone, which takes it off the critical
+ * path. Should a sum overflow all the same, the tile is computed once more, with the maximum of all keys so far. */
+#ifndef HEED_CUDA_FORWARD_SM90_CUH
+#define HEED_CUDA_FORWARD_SM90_CUH
+
+#include "tile_sm90.cuh"
+
+/* What is fixed at compile time: head size, warpgroups, keys at once, and how many tiles of Q, K and V there is room for;
+ * TURNS: the warpgroups issue their products one after the other; FIRST: the maximum of the first keys will do. */
+template <int D_, int GROUPS_, int KEYS_, int Q_STAGES_, int K_STAGES_, int V_STAGES_, bool TURNS_, bool FIRST_>
+struct forward_shape {
+    static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, Q_STAGES = Q_STAGES_,
+                         K_STAGES = K_STAGES_, V_STAGES = V_STAGES_, THREADS = 128 + 128 * GROUPS;
+    static constexpr bool TURNS = TURNS_, FIRST = FIRST_;
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, REGISTERS = GROUPS == 3 ? 160 : 232;
+};
+
+/* The order of the tiles. Where all have the same number of keys, those of a head follow each other. Where not, heads go
+ * in groups whose keys fit the cache, and within a group the tiles with the most keys go first, to and fro over the
+ * blocks, so that who took a long tile of one round takes a short one of the next: as even as a queue, and without one.
+ * The next group starts with the blocks that had the least of this one. */
+struct tile_order {
+    int tiles, heads, even, group, rounds, shift; /* rounds for each group */
+};
+
+/* One tile of rows, as the planner hands it to the others. Blocks of keys are counted from `first` on. */
+template <int ROWS> struct forward_work {
+    span s;
+    int turn, h, i0, rows;     /* turn: its number among the tiles of the block; rows = 0: there are no more */
+    int hk, first, blocks;     /* the keys that some row of the tile sees */
+    int seen[4];               /* the first so many blocks are what a group of 64 rows sees */
+    int clear_from, clear_to;  /* all rows see all keys of these blocks */
+    int low[ROWS], high[ROWS]; /* the keys each row sees; only where not all blocks are clear */
+};
+
+constexpr int AHEAD = 4; /* tiles that are planned at a time */
+
+template <class S> struct forward_shared {
+    char Q[S::Q_STAGES][tile_bytes<S::D, S::ROWS>], K[S::K_STAGES][tile_bytes<S::D, S::KEYS>],
+        V[S::V_STAGES][tile_bytes<S::D, S::KEYS>];
+    char out[4 * S::GROUPS][16 * 128]; /* 64 columns of a warp's rows on their way out */
+    uint64_t q_full[2], q_empty[2], k_full[S::K_STAGES], k_empty[S::K_STAGES], v_full[S::V_STAGES],
+        v_empty[S::V_STAGES], v_landed, planned[AHEAD], closed[AHEAD];
+    forward_work<S::ROWS> work[AHEAD]; /* tile number n of the block has work[n % AHEAD] */
+    uint32_t failed[64];               /* a bit for each turn */
+
+    __device__ char *q_tile(int n) { return Q[S::Q_STAGES == 1 ? 0 : n % 2]; }
+    __device__ bool has_failed(int turn) const
+    {
+        return failed[min(turn / 32, 63)] >> (turn < 2048 ? turn % 32 : 31) & 1;
+    }
+    __device__ void fails(int turn) { atomicOr(&failed[min(turn / 32, 63)], 1u << (turn < 2048 ? turn % 32 : 31)); }
+};
+
+/* A place in a ring of buffers, and the parity of its present use. */
+template <int STAGES> struct ring {
+    static_assert((STAGES & (STAGES - 1)) == 0, "a power of two");
+    unsigned count = 0;
+    __device__ int at() const { return (int)(count % STAGES); }
+    __device__ int parity() const { return (int)(count / STAGES % 2); }
+    __device__ void next() { count++; }
+};
+
+/* ---- The planner ------------------------------------------------------------------------------------------------- */
+
+/* Keeps the compiler from computing with x ahead of the loop, into registers that are few here. */
+__device__ inline int only_now(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* band_of_row() where steps fit 32 bits, for a warp with few registers. */
+__device__ inline void narrow_band(const args &a, const span &s, int i, int &first, int &last)
+{
+    const int64_t p = s.p0 - a.r0 + i * a.p_step; /* counted from the first key's position */
+    const unsigned step = (unsigned)a.r_step;
+    unsigned from = a.left >= FAR ? 0 : (unsigned)clamp(p - a.left, 0, INT32_MAX);
+    unsigned to = a.right >= FAR ? INT32_MAX : (unsigned)clamp(p + a.right + 1, 0, INT32_MAX); /* one past the last */
+    if (step != 1)
+        from = (from + step - 1) / step, to = (to + step - 1) / step;
+    first = (int)min(from, (unsigned)s.keys);
+    last = max(first, (int)min(to, (unsigned)s.keys));
+}
+
+/* By a whole warp: fills w, false where the sequence has no rows there. */
+template <class S>
+__device__ inline bool find_work(const args &a, int turn, int head, int tile, forward_work<S::ROWS> &w)
+{
+    const int lane = threadIdx.x % 32, i0 = tile * S::ROWS;
+    if (lane == 0) {
+        w.s = span_of(a, head / a.Hq);
+        w.turn = turn, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0, w.rows = min(S::ROWS, w.s.rows - i0);
+    }
+    __syncwarp();
+    if (w.rows <= 0)
+        return false;
+    int low, high; /* bands move one way: the first and the last row say it all */
+    narrow_band(a, w.s, lane ? i0 + w.rows - 1 : i0, low, high);
+    const int low0 = __shfl_sync(~0u, low, 0), high0 = __shfl_sync(~0u, high, 0), low1 = __shfl_sync(~0u, low, 1),
+              high1 = __shfl_sync(~0u, high, 1);
+    const int first = min(low0, low1), last = max(high0, high1), inside = max(low0, low1), outside = min(high0, high1);
+    const int blocks = last > first ? (last - first + S::KEYS - 1) / S::KEYS : 0;
+    const int clear_from = (inside - first + S::KEYS - 1) / S::KEYS, clear_to = max(outside - first, 0) / S::KEYS;
+    if (lane == 0)
+        w.first = first, w.blocks = blocks, w.clear_from = clear_from, w.clear_to = clear_to;
+    __syncwarp();
+    if (w.clear_from > 0 || w.clear_to < w.blocks)
+#pragma unroll 1
+        for (int r = lane; r < S::ROWS; r += 32)
+            narrow_band(a, w.s, min(i0 + r, w.s.rows - 1), w.low[r], w.high[r]);
+    __syncwarp();
+    if (lane < S::GROUPS) {
+        const int from = lane * 64, to = min(from + 64, w.rows) - 1;
+        int seen = w.blocks;
+        if (from > to)
+            seen = 0;
+        else if (w.clear_to < seen)
+            seen = (max(max(w.high[from], w.high[to]) - w.first, 0) + S::KEYS - 1) / S::KEYS;
+        w.seen[lane] = seen;
+    }
+    return true;
+}
+
+/* The planner's warp: finds one tile after the other; count: tiles so far. */
+template <class S>
+__device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const tile_order &o, int &count, bool again)
+{
+    const int blocks = gridDim.x;
+    const auto wait_closed = [&]() { wait(shared_address(&sh.closed[count % AHEAD]), count / AHEAD % 2 ^ 1); };
+    const auto tell = [&]() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            arrive(shared_address(&sh.planned[count % AHEAD]));
+        count++;
+    };
+    int turn = 0, place = blockIdx.x;
+#pragma unroll 1
+    for (int head0 = 0; head0 < o.heads; head0 += o.group) {
+        const int heads = min(o.group, o.heads - head0);
+#pragma unroll 1
+        for (int round = 0; round < o.rounds; round++, turn++) {
+            const int at = round * blocks + (round % 2 ? blocks - 1 - place : place);
+            if (at >= heads * o.tiles || (again && !sh.has_failed(turn)))
+                continue;
+            const int even = only_now(o.even), by = even ? o.tiles : heads, quotient = at / by,
+                      rest = at - quotient * by;
+            const int head = head0 + (even ? quotient : rest), tile = even ? rest : o.tiles - 1 - quotient;
+            wait_closed();
+            if (find_work<S>(a, turn, head, tile, sh.work[count % AHEAD]))
+                tell();
+        }
+        place += o.shift;
+        if (place >= blocks)
+            place -= blocks;
+    }
+    wait_closed();
+    if (threadIdx.x % 32 == 0)
+        sh.work[count % AHEAD].rows = 0;
+    tell();
+}
+
+/* ---- The loader -------------------------------------------------------------------------------------------------- */
+
+/* V rows beyond the end of the sequence belong to somebody else or to nobody: whatever they hold, 0 times it must be
+ * 0. By a whole warp, which waits for the tile to land. */
+template <class S> __device__ inline void clear_rows(forward_shared<S> &sh, char *V, int from, int &parity)
+{
+    wait(shared_address(&sh.v_landed), parity);
+    parity ^= 1;
+    for (int box = 0; box < (S::D + 63) / 64; box++)
+        for (int chunk = from * 8 + threadIdx.x % 32; chunk < S::KEYS * 8; chunk += 32)
+            *(uint4 *)(V + box * S::KEYS * 128 + chunk * 16) = make_uint4(0, 0, 0, 0);
+    fence_async();
+    __syncwarp();
+}
+
+/* The loader's warp. Tiles and their blocks are one long stream to it: K goes one block ahead of V, into the next tile
+ * too, and the next tile's Q is asked for in the middle of this one. */
+template <class S> struct loader {
+    static constexpr int KV_BYTES = tile_bytes<S::D, S::KEYS>;
+    forward_shared<S> &sh;
+    const tensor_map &q, &k, &v;
+    const bool ragged, leader; /* ragged: rows may follow a sequence that are not its own */
+    ring<S::K_STAGES> at_k;
+    ring<S::V_STAGES> at_v;
+    int landed, count; /* count: tiles so far */
+
+    __device__ void load_q(int n)
+    {
+        if (n >= S::Q_STAGES) /* the warpgroups are done with the tile that was there */
+            wait(shared_address(&sh.q_empty[(n - S::Q_STAGES) % 2]), (n - S::Q_STAGES) / 2 % 2);
+        if (leader) {
+            const uint32_t full = shared_address(&sh.q_full[n % 2]);
+            const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+            arrive_expecting(full, tile_bytes<S::D, S::ROWS>);
+            load_tile<S::D, S::ROWS>(shared_address(sh.q_tile(n)), q, w.s.q_row + w.i0, w.h, w.s.q_batch, full);
+        }
+    }
+
+    /* Starts the next tile; its blocks, or -1 where there are no more tiles. */
+    __device__ int next_tile()
+    {
+        const int n = count++;
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        wait(shared_address(&sh.planned[n % AHEAD]), n / AHEAD % 2);
+        const int blocks = w.rows ? w.blocks : -1;
+        if (blocks > 0 && S::Q_STAGES == 2)
+            load_q(n);
+        else if (blocks <= 0) {
+            if (n >= 2)
+                wait(shared_address(&sh.q_empty[n % 2]), n / 2 % 2 ^ 1);
+            if (leader)
+                arrive(shared_address(&sh.q_full[n % 2]));
+        }
+        return blocks;
+    }
+
+    __device__ void load_k(int n, int j)
+    {
+        const uint32_t full = shared_address(&sh.k_full[at_k.at()]);
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        wait(shared_address(&sh.k_empty[at_k.at()]), at_k.parity() ^ 1);
+        if (leader) {
+            arrive_expecting(full, KV_BYTES);
+            load_tile<S::D, S::KEYS>(shared_address(sh.K[at_k.at()]), k, w.s.k_row + w.first + j * S::KEYS, w.hk,
+                                     w.s.k_batch, full);
+        }
+        at_k.next();
+    }
+
+    __device__ void load_v(int n, int j)
+    {
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        const int n0 = w.first + j * S::KEYS;
+        const bool foreign = ragged && n0 + S::KEYS > w.s.keys;
+        const uint32_t full = shared_address(&sh.v_full[at_v.at()]), on = foreign ? shared_address(&sh.v_landed) : full;
+        wait(shared_address(&sh.v_empty[at_v.at()]), at_v.parity() ^ 1);
+        if (leader) {
+            arrive_expecting(on, KV_BYTES);
+            load_tile<S::D, S::KEYS>(shared_address(sh.V[at_v.at()]), v, w.s.k_row + n0, w.hk, w.s.k_batch, on);
+        }
+        if (foreign) {
+            clear_rows<S>(sh, sh.V[at_v.at()], w.s.keys - n0, landed);
+            if (leader)
+                arrive(full);
+        }
+        at_v.next();
+    }
+
+    __device__ void run()
+    {
+        for (int blocks = 0, next; blocks >= 0; blocks = next) { /* before the first tile comes one without blocks */
+            const int n = count - 1;
+            for (int j = max(blocks - 1, 0); j >= 0; j--) {
+                if (j == max(blocks - 3, 0))
+                    next = next_tile();
+                const int ahead = (j > 0 ? j : next) - 1;
+                if (ahead >= 0)
+                    load_k(j > 0 ? n : n + 1, ahead);
+                if (blocks)
+                    load_v(n, j);
+                if (S::Q_STAGES == 1 && blocks && j == blocks - 1)
+                    load_q(n);
+            }
+        }
+    }
+};
+
+/* ---- The warpgroups ---------------------------------------------------------------------------------------------- */
+
+/* Hides what a row does not see. A lane has two rows, r and r + 8. */
+template <class S> __device__ inline void hide(float (&s)[S::KEYS / 2], const forward_work<S::ROWS> &w, int row, int n0)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int low = w.low[row + 8 * r] - n0, high = w.high[row + 8 * r] - n0;
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int n = 8 * i + e; /* and 2 (lane % 4), which the caller has added to n0 */
+                if (n < low || n >= high)
+                    s[4 * i + 2 * r + e] = -CUDART_INF_F;
+            }
+    }
+}
+
+/* Two rows of a lane: offset is c m, l has the sum of the lane's own columns, and factor is what O has to be multiplied
+ * with since the maximum grew. */
+struct row_state {
+    float m[2], offset[2], l[2], factor[2];
+};
+
+/* Brings the maxima up to this block. A maximum that grew little is left: P may reach 2^8. Where c m would overflow, m is
+ * subtracted from S instead, which holds for this block only: unless the next one is refreshed too, the sum is spoilt. */
+template <class S> __device__ inline void refresh_maxima(float (&s)[S::KEYS / 2], row_state &x, float c, bool again)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float most = s[2 * r];
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++)
+            most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+        most = fmaxf(x.m[r], quad_max(most));
+        if ((most - x.m[r]) * c < 8.0f)
+            most = x.m[r];
+        x.factor[r] = x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast((x.m[r] - most) * c);
+        x.l[r] *= x.factor[r];
+        x.m[r] = most, x.offset[r] = most == -CUDART_INF_F ? 0.0f : most * c;
+        if (fabsf(x.offset[r]) > 1e37f) {
+#pragma unroll
+            for (int i = 0; i < S::KEYS / 8; i++)
+                s[4 * i + 2 * r] -= most, s[4 * i + 2 * r + 1] -= most;
+            x.offset[r] = 0.0f;
+            if (!again)
+                x.l[r] = CUDART_NAN_F;
+        }
+    }
+}
+
+/* P = 2^(c S - c m), in place. */
+template <class S> __device__ inline void exponentials(float (&s)[S::KEYS / 2], row_state &x, float c)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum0 = 0.0f, sum1 = 0.0f;
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++) {
+            float *const p = &s[4 * i + 2 * r];
+            p[0] = exp2_fast(fmaf(p[0], c, -x.offset[r]));
+            p[1] = exp2_fast(fmaf(p[1], c, -x.offset[r]));
+            sum0 += p[0], sum1 += p[1];
+        }
+        x.l[r] += sum0 + sum1;
+    }
+}
+
+/* S of block j becomes P; true: O has to be multiplied with the factors. */
+template <class S>
+__device__ inline bool weigh(float (&s)[S::KEYS / 2], row_state &x, const args &a, const forward_work<S::ROWS> &w,
+                             int row, int j, bool edge, float c, bool exact, bool &unset)
+{
+    const bool refresh = exact || edge || unset;
+    bool grew = false;
+    if (edge)
+        hide<S>(s, w, row, w.first + j * S::KEYS + threadIdx.x % 4 * 2);
+    if (refresh) {
+        refresh_maxima<S>(s, x, c, exact);
+        grew = __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
+        unset = __any_sync(~0u, x.m[0] == -CUDART_INF_F || x.m[1] == -CUDART_INF_F);
+    }
+    exponentials<S>(s, x, c);
+    return grew;
+}
+
+/* The sums are complete: writes lse; divide: what is left to multiply O with. False where something was out of range. */
+template <class S>
+__device__ inline bool conclude(const row_state &x, const args &a, const forward_work<S::ROWS> &w, int row,
+                                float (&divide)[2])
+{
+    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, w.h, 0)) : -CUDART_INF_F;
+    float size = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int i = row + 8 * r;
+        float sum = quad_sum(x.l[r]), own = x.m[r] * a.scale, most = fmaxf(own, sink);
+        size += fabsf(sum);
+        divide[r] = 0.0f;
+        if (sum != 0.0f) { /* else the row saw no key */
+            const float factor = exp2_fast((own - most) * LOG2_E);
+            sum = sum * factor + exp2_fast((sink - most) * LOG2_E);
+            divide[r] = factor / sum;
+        }
+        if (a.lse.data && threadIdx.x % 4 == 0 && i < w.rows) {
+            float *const lse = (float *)a.lse.data + row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i);
+            *lse = sum == 0.0f ? -CUDART_INF_F : most + logf(sum);
+        }
+    }
+    return size < 1e37f;
+}
+
+/* A tile is over for this group: O is divided and leaves, 64 columns at a time, through a few rows of shared memory that
+ * are the warp's own. False where something was out of range. */
+template <class T, class S>
+__device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], const args &a,
+                                const forward_work<S::ROWS> &w, char *out, int row0)
+{
+    const int lane = threadIdx.x % 32, rows = w.rows - row0;
+    float size[4] = {};
+#pragma unroll
+    for (int i = 0; i < S::D / 2; i++) {
+        size[i % 4] += fabsf(O[i]);
+        O[i] *= divide[i / 2 % 2];
+    }
+    if (__any_sync(~0u, divide[0] == 0.0f || divide[1] == 0.0f)) /* without a key O may be anything */
+#pragma unroll
+        for (int i = 0; i < S::D / 2; i++)
+            O[i] = divide[i / 2 % 2] == 0.0f ? 0.0f : O[i];
+    const int64_t pitch = a.o.stride[2];
+    T *o = (T *)a.o.data + row_at(a.o, w.s.q_batch, w.h, w.s.q_row + w.i0 + row0 + lane / 8) + lane % 8 * 8;
+    const uint32_t to = shared_address(out) + lane % 16 * 128;
+#pragma unroll
+    for (int box = 0; box < (S::D + 63) / 64; box++, o += 64) {
+#pragma unroll
+        for (int c = 0; c < 8 && box * 8 + c < S::D / 8; c += 2) {
+            const float *const x = &O[box * 32 + 4 * c];
+            store_matrices(to + ((c + lane / 16) ^ (lane % 8)) * 16, pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
+                           pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
+        }
+        __syncwarp();
+        const int columns = a.Dv - box * 64;
+#pragma unroll
+        for (int e = 0; e < 16; e += 4) {
+            const int i = e + lane / 8;
+            if (i < rows && lane % 8 * 8 + 8 <= columns)
+                *(uint4 *)(o + e * pitch) = *(const uint4 *)(out + i * 128 + (lane % 8 ^ i % 8) * 16);
+        }
+        if (columns < 64 && columns % 8) /* the last few, one by one */
+#pragma unroll 1
+            for (int i = lane / 8; i < min(rows, 16); i += 4) {
+                const int x = columns / 8 * 8 + lane % 8;
+                if (x < columns)
+                    o[(i - lane / 8) * pitch + x - lane % 8 * 8] = ((const T *)(out + i * 128 +
+                                                                                (columns / 8 ^ i % 8) * 16))[lane % 8];
+            }
+        __syncwarp();
+    }
+    return size[0] + size[1] + size[2] + size[3] < 1e37f;
+}
+
+/* A value that all lanes have: said so, it goes into the registers that name tiles to the tensor core. */
+__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+/* One of the warpgroups. Each step takes P of one block to O += P V and makes S and P of the next, which at the end of a
+ * tile is the first of the next tile: the tensor core has the one to do while the exponentials of the other are taken.
+ * Two copies of this: a short one for the blocks within a tile, and one for all that can happen between tiles. */
+template <class T, class S> __device__ inline void consume(forward_shared<S> &sh, const args &a)
+{
+    constexpr int KEYS = S::KEYS, D = S::D, GROUPS = S::GROUPS, K_BYTES = sizeof sh.K[0], V_BYTES = sizeof sh.V[0];
+    const int lane = threadIdx.x % 32, group = uniform(threadIdx.x / 128) - 1;
+    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const float c = a.scale * LOG2_E;
+    const row_state fresh = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {}, { 1.0f, 1.0f } };
+    const uint32_t q_full = shared_address(sh.q_full), q_empty = shared_address(sh.q_empty),
+                   k_full = shared_address(sh.k_full), v_full = shared_address(sh.v_full),
+                   k_empty = shared_address(sh.k_empty), v_empty = shared_address(sh.v_empty);
+    const uint64_t Q0 = tile_at(shared_address(sh.Q) + group * 64 * 128), K0 = tile_at(shared_address(sh.K)),
+                   V0 = tile_at(shared_address(sh.V), KEYS * 128);
+    ring<S::K_STAGES> at_k;
+    ring<S::V_STAGES> at_v;
+    const auto release = [&](uint32_t empty, auto &at) {
+        if (lane == 0)
+            arrive(empty + 8 * at.at());
+        at.next();
+    };
+    const auto take_turn = [&]() {
+        if (S::TURNS)
+            named_sync(8 + group, 256);
+    };
+    const auto pass_turn = [&]() {
+        if (S::TURNS)
+            named_arrive(8 + (group + 1) % GROUPS, 256);
+    };
+    const auto q_desc = [&](int n) { return on(Q0, S::Q_STAGES == 1 ? 0 : uniform(n % 2) * (int)sizeof sh.Q[0]); };
+    const auto skip = [&](int unseen) {
+#pragma unroll 1
+        for (int i = 0; i < unseen; i++) {
+            wait(k_full + 8 * at_k.at(), at_k.parity());
+            take_turn(), pass_turn();
+            release(k_empty, at_k);
+            wait(v_full + 8 * at_v.at(), at_v.parity());
+            release(v_empty, at_v);
+        }
+    };
+    if (S::TURNS && group == GROUPS - 1)
+        pass_turn(); /* the first turn is the first group's */
+
+    float O[D / 2];
+    uint32_t P[KEYS / 16][4];
+    row_state x;
+    int n = -1, j = 0, keep = 0;                    /* P is that of block j of tile n; keep = 0: its first */
+    bool open = false, real = false, ended = false; /* tile n is open; P is that of a block; there are no more tiles */
+    bool exact = !S::FIRST;
+    for (;;) {
+        /* What comes after tile n? */
+        bool next = false;
+        int seen = 0;
+        if (!ended && (S::Q_STAGES == 2 || !open)) {
+            wait(q_full + (n + 1) % 2 * 8, (n + 1) / 2 % 2);
+            const forward_work<S::ROWS> &w = sh.work[(n + 1) % AHEAD];
+            ended = w.rows == 0;
+            seen = w.seen[group];
+            next = !ended && seen > 0 && (!open || seen == w.blocks);
+            if (!ended && !open) {
+                skip(w.blocks - seen);
+                if (seen == 0) { /* nothing to see: as if it had been seen */
+                    n++;
+                    if (lane == 0)
+                        arrive(q_empty + n % 2 * 8);
+                    x = fresh;
+                    open = true, real = false;
+                    continue;
+                }
+            }
+        }
+        if (!next && !open) { /* the run is over */
+            n++;
+            if (lane == 0)
+                arrive(q_empty + n % 2 * 8), arrive(shared_address(&sh.closed[n % AHEAD]));
+            if (S::FIRST)
+                named_sync(1, 64 + 128 * GROUPS); /* now it is known which tiles failed */
+            if (exact)
+                break;
+            exact = true, ended = false;
+            continue;
+        }
+
+        /* The last O += P V of tile n, if one is open, and the first S and P of the next, if there is one. Products that
+         * are not wanted are computed all the same, of whatever there is, and not used. */
+        bool good = true, unset = true; /* unset: some row of the warp has no maximum yet */
+        {
+            float s[KEYS / 2], divide[2];
+            const uint64_t K = on(K0, uniform(at_k.at()) * K_BYTES), V = on(V0, uniform(at_v.at()) * V_BYTES);
+            if (next) {
+                wait(k_full + 8 * at_k.at(), at_k.parity());
+                take_turn();
+            }
+            if (real)
+                wait(v_full + 8 * at_v.at(), at_v.parity());
+            wgmma_fence();
+            multiply_rows<T, D, S::ROWS, KEYS>(s, q_desc(n + 1), K);
+            wgmma_commit();
+            multiply_columns<T, D, KEYS>(O, P, V, keep);
+            wgmma_commit();
+            if (next)
+                pass_turn();
+            if (open)
+                good = conclude<S>(x, a, sh.work[n % AHEAD], row, divide);
+            wgmma_wait<1>();
+            if (next) {
+                release(k_empty, at_k);
+                if (seen == 1 && lane == 0)
+                    arrive(q_empty + (n + 1) % 2 * 8);
+                const forward_work<S::ROWS> &w = sh.work[(n + 1) % AHEAD];
+                x = fresh;
+                j = seen - 1;
+                weigh<S>(s, x, a, w, row, j, j < w.clear_from || j >= w.clear_to, c, exact, unset);
+                keep_order(__float_as_int(x.l[0] + x.l[1]));
+            }
+            wgmma_wait<0>();
+            if (real)
+                release(v_empty, at_v);
+            if (open) {
+                const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+                good &= send_out<T, S>(O, divide, a, w, sh.out[threadIdx.x / 32 - 4], row - lane / 4);
+                if (S::FIRST && !exact && real && !good)
+                    sh.fails(w.turn);
+                __syncwarp();
+                if (lane == 0)
+                    arrive(shared_address(&sh.closed[n % AHEAD]));
+            }
+            pack_rows<T, KEYS>(P, s);
+        }
+        open = real = next, keep = 0;
+        if (!next)
+            continue;
+        n++;
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        const int clear_from = w.clear_from, clear_to = w.clear_to;
+        const uint64_t Q = q_desc(n);
+        while (j > 0) {
+            j--;
+            float s[KEYS / 2];
+            const uint64_t K = on(K0, uniform(at_k.at()) * K_BYTES), V = on(V0, uniform(at_v.at()) * V_BYTES);
+            wait(k_full + 8 * at_k.at(), at_k.parity());
+            wait(v_full + 8 * at_v.at(), at_v.parity());
+            take_turn();
+            wgmma_fence();
+            multiply_rows<T, D, S::ROWS, KEYS>(s, Q, K);
+            wgmma_commit();
+            multiply_columns<T, D, KEYS>(O, P, V, keep);
+            wgmma_commit();
+            pass_turn();
+            keep = 1;
+            wgmma_wait<1>();
+            release(k_empty, at_k);
+            if (j == 0 && lane == 0)
+                arrive(q_empty + n % 2 * 8); /* the tile's last S */
+            const bool grew = weigh<S>(s, x, a, w, row, j, j < clear_from || j >= clear_to, c, exact, unset);
+            keep_order(__float_as_int(x.l[0] + x.l[1]));
+            wgmma_wait<0>();
+            release(v_empty, at_v);
+            if (grew)
+#pragma unroll
+                for (int i = 0; i < D / 2; i++)
+                    O[i] *= x.factor[i / 2 % 2];
+            pack_rows<T, KEYS>(P, s);
+        }
+    }
+    if (S::TURNS && group == 0)
+        take_turn(); /* which nobody uses */
+}
+
+/* ---- The kernel -------------------------------------------------------------------------------------------------- */
+
+template <class T, class S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    forward_sm90(const __grid_constant__ args a, const __grid_constant__ tensor_map q,
+                 const __grid_constant__ tensor_map k, const __grid_constant__ tensor_map v,
+                 const __grid_constant__ tile_order order)
+{
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(1024) char memory[];
+    auto &sh = *(forward_shared<S> *)memory;
+    if (threadIdx.x < 64)
+        sh.failed[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++)
+            barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4 * S::GROUPS);
+        for (int i = 0; i < S::K_STAGES; i++)
+            barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 4 * S::GROUPS);
+        for (int i = 0; i < S::V_STAGES; i++)
+            barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
+        for (int i = 0; i < AHEAD; i++)
+            barrier_init(shared_address(&sh.planned[i]), 1), barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS);
+        barrier_init(shared_address(&sh.v_landed), 1);
+        barrier_init_done();
+        prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        fewer_registers<S::PRODUCER_REGISTERS>();
+        constexpr int RUNS = S::FIRST ? 2 : 1, ALL = 64 + 128 * S::GROUPS;
+        if (threadIdx.x < 32) {
+            loader<S> l = { sh, q, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
+            for (int run = 0; run < RUNS; run++) {
+                l.run();
+                if (S::FIRST)
+                    named_sync(1, ALL);
+            }
+        } else if (threadIdx.x < 64) {
+            int tiles = 0;
+            for (int run = 0; run < RUNS; run++) {
+                plan_tiles<S>(sh, a, order, tiles, run);
+                if (S::FIRST)
+                    named_sync(1, ALL);
+            }
+        }
+    } else {
+        more_registers<S::REGISTERS>();
+        consume<T, S>(sh, a);
+    }
+#endif
+}
+
+/* ---- Launching --------------------------------------------------------------------------------------------------- */
+
+template <class T, class S> heed_status forward_sm90_launch(const args &a, int units, const heed_exec *x)
+{
+    static_assert(sizeof(forward_shared<S>) <= 227 * 1024, "shared memory of one block");
+    const int64_t tiles = tiles_of(a.Sq, S::ROWS), heads = (int64_t)a.B * a.Hq, total = tiles * heads;
+    if (total == 0)
+        return HEED_OK;
+    if (total > INT32_MAX - 1024)
+        return heed_fail(HEED_UNSUPPORTED, "the problem has %lld tiles, a launch holds %d", (long long)total,
+                         INT32_MAX - 1024);
+    view keys = a.k, values = a.v; /* as if only the keys on the stride existed */
+    keys.data += a.col * a.k.stride[2] * 2, keys.stride[2] *= a.col_step;
+    values.data += a.col * a.v.stride[2] * 2, values.stride[2] *= a.col_step;
+    int64_t rows = (a.k_rows - a.col + a.col_step - 1) / HEED_MAX(a.col_step, 1);
+    if (rows <= 0) /* no key: nothing will be loaded, but a map must show something */
+        keys = values = a.q, rows = 1;
+    const int q_batches = a.offsets_q ? 1 : a.B, k_batches = a.offsets_k ? 1 : a.B;
+    tensor_map q, k, v;
+    heed_status status = heed_tensor_map(&q, a.q, a.D, a.q_rows, a.Hq, q_batches, S::ROWS);
+    if (!status)
+        status = heed_tensor_map(&k, keys, a.D, rows, a.Hk, k_batches, S::KEYS);
+    if (!status)
+        status = heed_tensor_map(&v, values, a.Dv, rows, a.Hk, k_batches, S::KEYS);
+    if (status)
+        return status;
+    const int64_t cached = (int64_t)32 << 20, head_bytes = rows * (a.D + a.Dv) * 2, blocks = HEED_MIN(total, units);
+    const bool even = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q;
+    const int64_t group = even ? heads : HEED_MIN(heads, HEED_MAX(1, cached / head_bytes) * a.G);
+    const tile_order order = {
+        (int)tiles, (int)heads, even, (int)group, (int)tiles_of(group * tiles, blocks), (int)(group * tiles % blocks)
+    };
+    return launch(forward_sm90<T, S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, order);
+}
+
+#endif
