@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from heed.nn import Attention as Attention
     from heed.nn import CustomStridedAttention as CustomStridedAttention
 
-if "torch" in sys.modules:
+if sys.modules.get("torch") is not None:
     from heed import _torch as _torch
 
 __version__: str = _C.version()

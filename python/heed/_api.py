@@ -22,7 +22,7 @@ def _compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
-if "torch" in sys.modules:  # then its own function is quicker
+if sys.modules.get("torch") is not None:  # then its own function is quicker
     from torch.compiler import is_compiling as _compiling  # noqa: F811
 
 

@@ -230,8 +230,8 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
             result = with_autograd(p[0], p + 1);
         if (result || (PyErr_Occurred() && !not_understood))
             return result;
-        PyErr_Clear();
     }
+    PyErr_Clear();
     PyObject *all = PyTuple_New(n);
     for (Py_ssize_t i = 0; all && i < n; i++) {
         Py_INCREF(p[i]);
@@ -343,8 +343,8 @@ static void recall(PyObject *kept, PyObject *list, PyObject **args)
 PyObject *torch_function_state(PyObject *module, PyObject *ctx)
 {
     (void)module;
-    PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = PyObject_GetAttr(ctx, s_options);
-    PyObject *arguments = kept && list ? PyTuple_New(ARGUMENTS) : NULL, *args[ARGUMENTS], *result = NULL;
+    PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = kept ? PyObject_GetAttr(ctx, s_options) : NULL;
+    PyObject *arguments = list ? PyTuple_New(ARGUMENTS) : NULL, *args[ARGUMENTS], *result = NULL;
     if (arguments) {
         recall(kept, list, args);
         for (int n = 0; n < ARGUMENTS; n++) {
@@ -366,9 +366,9 @@ PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize
     if (d_o == Py_None || is_true(is_grad_enabled)) /* only lse was used; or a graph of the backward is wanted */
         return PyObject_CallFunctionObjArgs(backward_otherwise, ctx, d_o, d_lse, NULL);
 
-    PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = PyObject_GetAttr(ctx, s_options);
-    PyObject *needs = PyObject_GetAttr(ctx, s_needs_input_grad), *result = NULL;
-    if (kept && list && needs) {
+    PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = kept ? PyObject_GetAttr(ctx, s_options) : NULL;
+    PyObject *needs = list ? PyObject_GetAttr(ctx, s_needs_input_grad) : NULL, *result = NULL;
+    if (needs) {
         static const int input[GRADIENTS] = { IN_Q, IN_K, IN_V, IN_BIAS, IN_SINK };
         PyObject *args[ARGUMENTS], *made[GRADIENTS];
         int inputs = (int)PyTuple_Size(needs), wants[GRADIENTS];
