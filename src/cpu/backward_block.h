@@ -91,6 +91,9 @@ typedef struct backward_block {
     int64_t h, i0, rows, tiles;
     int finite, keys_finite;
     int met; /* dK and dV hold sums already */
+    heed_span next_span;
+    source next[7]; /* what the next head reads and writes */
+    int nexts;      /* how many of them there are */
     query row[BQ];
     float lse[BQ], delta[BQ];
     left Q, dO;

@@ -97,18 +97,21 @@ INLINE void tile(const int R, const int N, const int transposed, float *C, int64
                  const float *B, int64_t ldb, int64_t K, const float *keep)
 {
     vec acc[MR][NR];
-    float *to[GROUPS(MR)];
     sum_first(R, N, transposed, acc, A, lda, B);
     sum_more(R, N, transposed, acc, A + (transposed ? lda : 1), lda, B + ldb, ldb, K - 1);
-    each(g, GROUPS(R))
-        to[g] = C + 3 * g * ldc;
     if (keep)
-        each(r, R)
+        each(r, R) {
+            vec k = vec_set1(keep[r]);
             each(n, N)
-                acc[r][n] = vec_fma(vec_set1(keep[r]), vec_load(ROW(to, r, ldc) + n * W), acc[r][n]);
-    each(r, R)
-        each(n, N)
-            vec_store(ROW(to, r, ldc) + n * W, acc[r][n]);
+                vec_store(C + n * W, vec_fma(k, vec_load(C + n * W), acc[r][n]));
+            C += ldc;
+        }
+    else
+        each(r, R) {
+            each(n, N)
+                vec_store(C + n * W, acc[r][n]);
+            C += ldc;
+        }
 }
 
 #define TILE(R, N, T)                                                                                                  \
