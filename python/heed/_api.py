@@ -17,13 +17,13 @@ Window = tuple["int | None", "int | None"]
 
 
 def _compiling() -> bool:
-    """Whether torch.compile or torch.export is looking."""
+    """Whether torch.compile is looking, which cannot see into the extension. Other tracers bring tensors of their own."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
+    return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
 if sys.modules.get("torch") is not None:  # then its own function is quicker
-    from torch.compiler import is_compiling as _compiling  # noqa: F811
+    from torch.compiler import is_dynamo_compiling as _compiling  # noqa: F811
 
 
 def _is_torch(value: Any) -> bool:

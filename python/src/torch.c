@@ -97,10 +97,8 @@ static int requires_grad(PyObject *object)
 /* Inside torch.autograd.forward_ad.dual_level() tensors may carry a tangent. */
 static int has_tangents(void)
 {
-    PyObject *level = PyObject_GetAttr(forward_ad, s_current_level);
-    long number = level ? PyLong_AsLong(level) : 0;
-    Py_XDECREF(level);
-    return number >= 0;
+    PyObject *level = PyDict_GetItemWithError(forward_ad, s_current_level);
+    return !level || PyLong_AsLong(level) >= 0;
 }
 
 /* Tensors, not of a subclass, and no autocast, tracing or dispatch mode that would have to see the operation. */

@@ -355,6 +355,49 @@ def test_no_memory_is_kept_after_backward(device):
     assert watched() is None
 
 
+def test_no_reference_is_lost_or_kept(device):
+    import gc
+    import sys
+
+    inputs = qkv(device)
+    plain = [t.detach() for t in inputs]
+    arrays = [t.cpu().numpy() for t in plain]
+    mask = torch.ones(9, 11, dtype=torch.bool, device=device)
+    sink = torch.randn(4, device=device, requires_grad=True)
+    wrong = torch.ones(9, 12, dtype=torch.bool, device=device)
+
+    def refused(*arguments, **options):
+        with pytest.raises((TypeError, ValueError)):
+            heed.attention(*arguments, **options)
+
+    def work():
+        heed.attention(*plain, mask=mask, return_lse=True)
+        heed.attention(*inputs, mask=mask).sum().backward()
+        torch.autograd.grad(heed.attention(*inputs, sink=sink, return_lse=True)[1].sum(), sink)
+        torch.autograd.grad(heed.attention(*inputs).sum(), inputs, create_graph=True)
+        heed.attention(*arrays, window=(3, None), lengths_k=arrays[0][:, 0, 0, 0].astype(int) * 0 + 3)
+        refused(*plain, mask=wrong)
+        refused(*inputs, mask=wrong)
+        refused(*plain, stride=0)
+        refused(plain[0], arrays[1], plain[2])
+
+    def count():
+        gc.collect()
+        return sys.getallocatedblocks(), [sys.getrefcount(t) for t in (*plain, *inputs, *arrays, mask, sink, wrong)]
+
+    work()
+    before, references = count()
+    growth = []
+    for _ in range(4):  # torch fills pools of its own at first
+        for _ in range(100):
+            work()
+        blocks, after = count()
+        assert after == references
+        growth.append(blocks - before)
+        before = blocks
+    assert min(growth) < 100, growth
+
+
 def test_retain_graph_and_partial_gradients(device):
     q, k, v = qkv(device)
     o = heed.attention(q, k.detach(), v)
