@@ -1,0 +1,56 @@
+/* The compile-time variants of the Hopper forward that are worth comparing. bench/tune_sm90.py checks and times them all
+ * in one process; the row that src/cuda/forward_sm90.cu takes should be the best of its head size there.
+ *
+ *     cmake -B build-tune -G Ninja -DHEED_BENCH=ON -DHEED_CUDA_ARCHITECTURES=90a-real && ninja -C build-tune tune_sm90
+ *     python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so */
+#include "cuda/forward_sm90.cuh"
+
+struct variant {
+    const char *name;
+    heed_dtype dtype;
+    int head_dim;
+    heed_status (*launch)(const args &, int units, const heed_exec *);
+};
+
+/* Head size; warpgroups, keys at once, buffers for Q, K, V; turns; maximum of the first keys only. */
+#define BF16(D, ...)                                                                                                   \
+    {                                                                                                                  \
+        "bf16 d" #D ": " #__VA_ARGS__, HEED_BF16, D, forward_sm90_launch<__nv_bfloat16, forward_shape<D, __VA_ARGS__>> \
+    }
+#define F16(D, ...)                                                                                                    \
+    {                                                                                                                  \
+        "fp16 d" #D ": " #__VA_ARGS__, HEED_F16, D, forward_sm90_launch<__half, forward_shape<D, __VA_ARGS__>>         \
+    }
+static const variant variants[] = {
+    BF16(64, 3, 112, 2, 4, 4, true, true),   BF16(64, 3, 112, 2, 4, 4, false, true),
+    BF16(64, 3, 128, 2, 4, 4, true, true),   BF16(64, 3, 96, 2, 4, 4, true, true),
+    BF16(64, 2, 128, 2, 4, 4, false, true),  BF16(64, 3, 112, 2, 4, 4, true, false),
+    BF16(96, 2, 128, 2, 2, 2, false, true),  BF16(96, 3, 96, 1, 2, 2, true, true),
+    BF16(128, 2, 128, 2, 2, 2, false, true), BF16(128, 2, 128, 2, 2, 2, true, true),
+    BF16(128, 2, 112, 2, 2, 2, false, true), BF16(128, 2, 128, 2, 2, 2, false, false),
+    BF16(192, 2, 96, 1, 2, 2, false, true),  BF16(192, 2, 64, 2, 2, 2, false, true),
+    BF16(256, 2, 64, 1, 2, 2, false, true),  BF16(256, 2, 64, 1, 2, 2, false, false),
+    F16(64, 3, 112, 2, 4, 4, true, false),   F16(128, 2, 128, 2, 2, 2, false, false),
+    F16(256, 2, 64, 1, 2, 2, false, false),
+};
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int tune_count(void) { return sizeof variants / sizeof *variants; }
+EXPORT const char *tune_name(int n) { return variants[n].name; }
+EXPORT int tune_dtype(int n) { return variants[n].dtype; }
+EXPORT int tune_head_dim(int n) { return variants[n].head_dim; }
+EXPORT const char *tune_error(void) { return heed_last_error(); }
+
+EXPORT int tune_forward(int n, const heed_attention *a, const heed_exec *x)
+{
+    heed_problem p;
+    heed_device d;
+    heed_status status = heed_check(a, NULL, x, 0, &p);
+    if (!status)
+        status = heed_device_of(x, &d);
+    if (status)
+        return status;
+    prologue begin(&p, x);
+    return begin.status ? begin.status : variants[n].launch(begin.a, d.units, x);
+}

@@ -1,0 +1,142 @@
+"""The compile-time variants of the Hopper forward (tune_sm90.cu), checked against fp64 and timed beside cuDNN.
+
+    python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so [--check] [--head-dim 64,128] [--rows 512,2048,16384]
+
+A table for each head size, full and causal: TFLOP/s with B x S = 16k tokens and H x D = 2048, counting 4 B H S^2 D FLOP,
+half of it causal. Times are those of a replayed graph, sustained for --ms milliseconds.
+"""
+import argparse
+import ctypes as C
+import math
+
+import torch
+from cuda_bench import DTYPES, Attention, Exec, view
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+TYPES = {number: dtype for number, dtype in DTYPES.values()}
+
+
+class Variant:
+    def __init__(self, lib, n):
+        self.lib, self.n, self.name = lib, n, lib.tune_name(n).decode()
+        self.head_dim, self.dtype = lib.tune_head_dim(n), TYPES[lib.tune_dtype(n)]
+
+    def __call__(self, q, k, v, o, lse=None, **options):
+        a = Attention(q=view(q), k=view(k), v=view(v), o=view(o), lse=view(lse), **options)
+        x = Exec(backend=1, stream=torch.cuda.current_stream().cuda_stream)
+        if self.lib.tune_forward(self.n, C.byref(a), C.byref(x)):
+            raise RuntimeError(f"{self.name}: {self.lib.tune_error().decode()}")
+
+
+def reference(q, k, v, causal=0, key_stride=1, windowed=0, window_left=-1, window_right=-1):
+    """o and lse in fp64."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    rows, keys = s.shape[-2:]
+    i, j = torch.arange(rows, device="cuda")[:, None] + keys - rows, torch.arange(keys, device="cuda")[None]
+    seen = (j % key_stride == 0) & (i >= j if causal else i == i)
+    if windowed:
+        seen &= (j >= i - window_left) & (j <= i + window_right)
+    s = s.masked_fill(~seen, -math.inf)
+    return torch.softmax(s, -1).nan_to_num(0) @ v, torch.logsumexp(s, -1)
+
+
+SHAPES = [(1, 1, 1, 1, {}), (1, 2, 63, 65, {}), (2, 2, 129, 1000, {}), (1, 2, 1000, 127, {}), (3, 4, 2048, 2048, {}),
+          (2, 2, 1000, 1000, dict(causal=1)), (1, 2, 100, 500, dict(causal=1)), (1, 2, 500, 100, dict(causal=1)),
+          (3, 40, 700, 700, dict(causal=1)), (1, 2, 600, 600, dict(causal=1, key_stride=4)),
+          (1, 2, 700, 700, dict(windowed=1, window_left=100, window_right=50))]
+
+
+def check(variant):
+    """The worst relative error over shapes, and over logits that leave the range of a first maximum."""
+    worst = 0.0
+    for b, h, rows, keys, options in SHAPES:
+        for key_heads in {1, h}:
+            q, k, v = (torch.randn(b, n, s, variant.head_dim, device="cuda").to(variant.dtype)
+                       for n, s in ((h, rows), (key_heads, keys), (key_heads, keys)))
+            o, lse = torch.full_like(q, math.nan), torch.full((b, h, rows, 1), math.nan, device="cuda")
+            variant(q, k, v, o, lse, **options)
+            right, right_lse = reference(q, k, v, **options)
+            worst = max(worst, (o - right).norm().item() / (right.norm().item() + 1e-30))
+            seen = right_lse.isfinite()
+            assert (lse[..., 0][~seen] == -math.inf).all() and (lse[..., 0] - right_lse)[seen].abs().max() < 2e-3
+    for kind in ("ramp", "large"):
+        q, k, v = (torch.randn(2, 2, 1500, variant.head_dim, device="cuda") for _ in range(3))
+        if kind == "ramp":
+            q[..., 0], k[..., 0] = 40, torch.linspace(40, -40, 1500, device="cuda") * variant.head_dim**0.5
+        else:
+            q, k = q * 100, k * 100
+        q, k, v = (t.to(variant.dtype) for t in (q, k, v))
+        o = torch.full_like(q, math.nan)
+        variant(q, k, v, o)
+        right, _ = reference(q, k, v)
+        worst = max(worst, (o - right).norm().item() / right.norm().item())
+    return worst
+
+
+def milliseconds(call, budget):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(), graph.replay(), end.record()
+    torch.cuda.synchronize()
+    repeats = max(3, int(budget / max(begin.elapsed_time(end), 1e-3)))
+    for _ in range(repeats // 3):
+        graph.replay()
+    begin.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def table(variants, head_dim, causal, lengths, budget):
+    heads = 2048 // head_dim
+    rows = {"cudnn": []} | {v.name: [] for v in variants}
+    for length in lengths:
+        batch = max(1, 16384 // length)
+        flop = 4e-9 * batch * heads * length**2 * head_dim / (1 + causal)
+        data = [torch.randn(batch, heads, length, head_dim, device="cuda") for _ in range(3)]
+        for dtype in {v.dtype for v in variants}:
+            q, k, v = (t.to(dtype) for t in data)
+            o = torch.empty_like(q)
+            if dtype == torch.bfloat16:
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                    attend = torch.nn.functional.scaled_dot_product_attention
+                    rows["cudnn"].append(flop / milliseconds(lambda: attend(q, k, v, is_causal=bool(causal)), budget))
+            for variant in (x for x in variants if x.dtype == dtype):
+                rows[variant.name].append(flop / milliseconds(lambda: variant(q, k, v, o, causal=causal), budget))
+    print(f"d{head_dim} {'causal' if causal else 'full':39s}" + "".join(f"{n:>7d}" for n in lengths))
+    for name, speeds in rows.items():
+        ratios = " ".join(f"{x / y:.2f}" for x, y in zip(speeds, rows["cudnn"]))
+        print(f"{name:44s}" + "".join(f"{x:7.0f}" for x in speeds) + "   " + ratios, flush=True)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--lib", required=True, help="libtune_sm90.so")
+    p.add_argument("--check", action="store_true", help="compare with fp64 first")
+    p.add_argument("--head-dim", default="64,96,128,192,256")
+    p.add_argument("--rows", default="512,1024,2048,4096,8192,16384")
+    p.add_argument("--ms", type=float, default=25, help="milliseconds for each time")
+    args = p.parse_args()
+    lib = C.CDLL(args.lib)
+    lib.tune_name.restype = lib.tune_error.restype = C.c_char_p
+    sizes = [int(n) for n in args.head_dim.split(",")]
+    variants = [v for v in (Variant(lib, n) for n in range(lib.tune_count())) if v.head_dim in sizes]
+    for variant in variants if args.check else []:
+        print(f"{variant.name:44s} worst relative error {check(variant):.1e}", flush=True)
+    for size in sizes:
+        for causal in (0, 1):
+            table([v for v in variants if v.head_dim == size], size, causal, [int(n) for n in args.rows.split(",")],
+                  args.ms)
+
+
+if __name__ == "__main__":
+    main()
