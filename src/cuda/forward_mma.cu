@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(THREADS, 2) forward_mma(const __grid_constant_
 {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(1024) char memory[];
-    constexpr int BC = keys_at_once<D, GENERAL>, NT = BC / 8, MT = row_tiles<D>, BR = WARPS * 16 * MT;
+    constexpr bool tight = __CUDA_ARCH__ < 900 && D == 128 && !GENERAL; /* one register short with 64 keys there */
+    constexpr int BC = tight ? 48 : keys_at_once<D, GENERAL>, NT = BC / 8, MT = row_tiles<D>, BR = WARPS * 16 * MT;
     auto &s = *(shared_forward<D, BC> *)memory;
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT, i0 = (tiles - 1 - blockIdx.x % tiles) * BR;
