@@ -26,7 +26,16 @@
 
 #define PANEL (NR * W)
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__clang__)
+#if defined(__has_feature) /* clang */
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED
+#endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED
+#endif
+#if defined(SANITIZED)
+#define UNROLLED /* or compilers take minutes */
+#elif defined(__clang__)
 #define UNROLLED _Pragma("clang loop unroll(full)")
 #else
 #define UNROLLED _Pragma("GCC unroll 16")
