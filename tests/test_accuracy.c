@@ -2,11 +2,11 @@
  * same type" for o, "at most twice that" for gradients, and "fp32 is fp32".
  *
  * The largest of a few thousand rounding errors is a matter of luck, so each promise is tested on several draws: RMS over
- * all of them, and of the maxima the geometric mean of kernel / plain computation, which still varies by some percent. */
+ * all of them, and of the maxima the geometric mean of kernel / plain computation, which still varies by a fifth. */
 #include "harness.h"
 
 #define DRAWS 4
-#define MAX_ROOM 1.1
+#define MAX_ROOM 1.25
 
 typedef struct errors {
     double ratio, sum, naive_sum, largest; /* ratio: product over the draws; sums of squares; largest result */
