@@ -97,12 +97,13 @@ template <class S>
 __device__ inline bool find_work(const args &a, int turn, int head, int tile, forward_work<S::ROWS> &w)
 {
     const int lane = threadIdx.x % 32, i0 = tile * S::ROWS;
+    int rows = 0;
     if (lane == 0) {
         w.s = span_of(a, head / a.Hq);
-        w.turn = turn, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0, w.rows = min(S::ROWS, w.s.rows - i0);
+        w.turn = turn, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0, w.rows = rows = min(S::ROWS, w.s.rows - i0);
     }
     __syncwarp();
-    if (w.rows <= 0)
+    if (__shfl_sync(~0u, rows, 0) <= 0) /* not read from w: the first lane may already be at the next tile */
         return false;
     int low, high; /* bands move one way: the first and the last row say it all */
     narrow_band(a, w.s, lane ? i0 + w.rows - 1 : i0, low, high);
@@ -301,8 +302,9 @@ struct row_state {
     float m[2], offset[2], l[2], factor[2];
 };
 
-/* Brings the maxima up to this block. A maximum that grew little is left: P may reach 2^8. Where c m would overflow, m is
- * subtracted from S instead, which holds for this block only: unless the next one is refreshed too, the sum is spoilt. */
+/* Brings the maxima up to this block. A maximum that grew little is left: P may reach 2^8. Where c m is so large that its
+ * rounding matters to an exponent, m is subtracted from S instead, which holds for this block only: unless the next one is
+ * refreshed too, the sum is spoilt. */
 template <class S> __device__ inline void refresh_maxima(float (&s)[S::KEYS / 2], row_state &x, float c, bool again)
 {
 #pragma unroll
@@ -317,7 +319,7 @@ template <class S> __device__ inline void refresh_maxima(float (&s)[S::KEYS / 2]
         x.factor[r] = x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast((x.m[r] - most) * c);
         x.l[r] *= x.factor[r];
         x.m[r] = most, x.offset[r] = most == -CUDART_INF_F ? 0.0f : most * c;
-        if (fabsf(x.offset[r]) > 1e37f) {
+        if (!(fabsf(x.offset[r]) < 1e7f)) {
 #pragma unroll
             for (int i = 0; i < S::KEYS / 8; i++)
                 s[4 * i + 2 * r] -= most, s[4 * i + 2 * r + 1] -= most;
