@@ -47,7 +47,7 @@ __device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], f
         most = row_max(most);
         float base = most == -CUDART_INF_F ? 0.0f : most, offset = base * c;
         const float rescale = exp2_fast((m[r] - base) * c);
-        if (fabsf(offset) > 1e37f) { /* c S would overflow where S does not: subtract first */
+        if (fabsf(offset) > 1e7f) { /* its rounding would matter to an exponent: subtract first */
 #pragma unroll
             for (int n = 0; n < NT; n++)
                 rows[n][half] -= base, rows[n][half + 1] -= base;
