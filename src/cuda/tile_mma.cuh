@@ -40,7 +40,14 @@ __device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step,
     const char *from = first + row * step + chunk * 16;
     const uint32_t to = chunk_at<D>(tile, row, chunk);
     step *= ROWS_AT_ONCE;
-#pragma unroll
+#if !HEED_TURING
+    constexpr int UNROLL = COUNT;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    constexpr int UNROLL = 2; /* copies take registers on their way */
+#else
+    constexpr int UNROLL = 1; /* for later chips the compiler has none to spare */
+#endif
+#pragma unroll UNROLL
     for (int r = 0; r < COUNT; r += ROWS_AT_ONCE, from += step)
         if (ROWS_AT_ONCE <= COUNT || row < COUNT)
             copy_async<16>((to ^ (r & 4) << 4) + r * D * 2, from, r + row < rows ? bytes : 0);
