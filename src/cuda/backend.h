@@ -29,10 +29,6 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_forward_sm90                                                                                        \
     90, 90, 227 * 1024, 256, HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SINK | HEED_USES_LENGTHS | HEED_USES_UNEQUAL
 
-#define HEED_NEEDS_forward_turing 75, HEED_ANY_ARCH, 64 * 1024, 128, HEED_USES_ALL & ~HEED_USES_UNALIGNED
-#define HEED_NEEDS_backward_turing                                                                                     \
-    75, HEED_ANY_ARCH, 64 * 1024, 128, HEED_USES_ALL & ~HEED_USES_UNALIGNED & ~HEED_USES_RESULTS
-
 #define HEED_DECLARE_CUDA(way, family)                                                                                 \
     size_t heed_##way##_workspace_##family(const heed_problem *, const heed_plan *);                                   \
     heed_status heed_##way##_##family(const heed_problem *, const heed_plan *, const heed_exec *);
@@ -40,8 +36,6 @@ HEED_DECLARE_CUDA(forward, portable)
 HEED_DECLARE_CUDA(backward, portable)
 HEED_DECLARE_CUDA(forward, mma)
 HEED_DECLARE_CUDA(backward, mma)
-HEED_DECLARE_CUDA(forward, turing)
-HEED_DECLARE_CUDA(backward, turing)
 HEED_DECLARE_CUDA(forward, sm90)
 
 #ifdef __cplusplus

@@ -54,28 +54,63 @@ __device__ inline int64_t first_element(const T &t, int r, const args &a, const 
     return first + t.row(r) * m.stride[2] + (a.col + t.key(0) * a.col_step) * m.stride[3];
 }
 
+/* Two neighbouring elements at once: where the keys of a pair are neighbours in memory too, and both exist. */
+template <class T> __device__ inline bool in_pairs(const T &t, const span &s, const args &a, const view &m)
+{
+    return T::apart(1) == 1 && m.vector && m.stride[3] == 1 && a.col_step == 1 && t.key(0) % 2 == 0 &&
+           exists(t, s, T::R - 1, T::C - 1);
+}
+
+__device__ inline float2 load_pair(const view &t, int64_t at)
+{
+    if (t.dtype == HEED_F32)
+        return *(const float2 *)((const float *)t.data + at);
+    const uint32_t both = *(const uint32_t *)(t.data + at * 2);
+    return t.dtype == HEED_F16 ? __half22float2(*(const __half2 *)&both)
+                               : __bfloat1622float2(*(const __nv_bfloat162 *)&both);
+}
+
 template <class T> __device__ inline void add_bias(T &t, const args &a, const span &s, const head &x)
 {
     const int64_t step = a.col_step * a.bias.stride[3];
+    const bool pairs = in_pairs(t, s, a, a.bias);
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
         const int64_t at = first_element(t, r, a, a.bias, x.bias);
+        if (pairs) {
 #pragma unroll
-        for (int c = 0; c < T::C; c++)
-            t.at(r, c) += exists(t, s, r, c) ? load(a.bias, at + T::apart(c) * step) : 0.0f;
+            for (int c = 0; c + 1 < T::C; c += 2) {
+                const float2 both = load_pair(a.bias, at + T::apart(c));
+                t.at(r, c) += both.x, t.at(r, c + 1) += both.y;
+            }
+        } else {
+#pragma unroll
+            for (int c = 0; c < T::C; c++)
+                t.at(r, c) += exists(t, s, r, c) ? load(a.bias, at + T::apart(c) * step) : 0.0f;
+        }
     }
 }
 
 template <class T> __device__ inline void apply_mask(T &t, const args &a, const span &s, const head &x)
 {
     const int64_t step = a.col_step * a.mask.stride[3];
+    const bool pairs = in_pairs(t, s, a, a.mask);
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
         const int64_t at = first_element(t, r, a, a.mask, x.mask);
+        if (pairs) {
 #pragma unroll
-        for (int c = 0; c < T::C; c++)
-            if (exists(t, s, r, c) && !a.mask.data[at + T::apart(c) * step])
-                t.at(r, c) = -CUDART_INF_F;
+            for (int c = 0; c + 1 < T::C; c += 2) {
+                const uint32_t both = *(const uint16_t *)(a.mask.data + at + T::apart(c));
+                t.at(r, c) = both & 0xFFu ? t.at(r, c) : -CUDART_INF_F;
+                t.at(r, c + 1) = both >> 8 ? t.at(r, c + 1) : -CUDART_INF_F;
+            }
+        } else {
+#pragma unroll
+            for (int c = 0; c < T::C; c++)
+                if (exists(t, s, r, c) && !a.mask.data[at + T::apart(c) * step])
+                    t.at(r, c) = -CUDART_INF_F;
+        }
     }
 }
 
@@ -173,19 +208,6 @@ __device__ inline uint4 philox(uint64_t seed, uint4 c)
         k1 += 0xBB67AE85u;
     }
     return c;
-}
-
-/* Bit n is set where number n of eight is not below the bound. */
-__device__ inline uint32_t kept_of_eight(uint4 w, uint32_t drop_below)
-{
-    const uint32_t words[4] = { w.x, w.y, w.z, w.w };
-    uint32_t kept = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        kept |= (uint32_t)((words[j] & 0xFFFFu) >= drop_below) << 2 * j;
-        kept |= (uint32_t)(words[j] >> 16 >= drop_below) << (2 * j + 1);
-    }
-    return kept;
 }
 
 /* Bit c is set where P of query r and key c is kept. The loop stays a loop: unrolled it would be a Philox a key. */

@@ -8,11 +8,6 @@
 #include "scores.cuh"
 #include "sm75.cuh"
 
-/* Kernels with instructions of Ampere are empty where the code is for Turing; the planner knows. */
-#if defined(HEED_LIKE_TURING) || !HEED_TURING
-#define CHIP_RUNS_HERE 1
-#endif
-
 constexpr float LOG2E = 1.4426950408889634f;
 
 template <int D> __device__ inline uint32_t chunk_at(uint32_t tile, int row, int chunk)
@@ -40,17 +35,10 @@ __device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step,
     const char *from = first + row * step + chunk * 16;
     const uint32_t to = chunk_at<D>(tile, row, chunk);
     step *= ROWS_AT_ONCE;
-#if !HEED_TURING
-    constexpr int UNROLL = COUNT;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-    constexpr int UNROLL = 2; /* copies take registers on their way */
-#else
-    constexpr int UNROLL = 1; /* for later chips the compiler has none to spare */
-#endif
-#pragma unroll UNROLL
+#pragma unroll
     for (int r = 0; r < COUNT; r += ROWS_AT_ONCE, from += step)
         if (ROWS_AT_ONCE <= COUNT || row < COUNT)
-            copy_async<16>((to ^ (r & 4) << 4) + r * D * 2, from, r + row < rows ? bytes : 0);
+            copy_async((to ^ (r & 4) << 4) + r * D * 2, from, r + row < rows ? bytes : 0);
 }
 
 /* The same for rows that lie anywhere: row r at from(r), which is NULL for zeros. */
@@ -63,7 +51,7 @@ __device__ inline void copy_scattered_rows(uint32_t tile, int width, const void 
 #pragma unroll 1
     for (int r = threadIdx.x / CHUNKS; r < COUNT; r += ROWS_AT_ONCE) {
         const char *row = (const char *)from(r);
-        copy_async<16>(chunk_at<D>(tile, r, chunk), row ? row + chunk * 16 : (const char *)somewhere, row ? bytes : 0);
+        copy_async(chunk_at<D>(tile, r, chunk), row ? row + chunk * 16 : (const char *)somewhere, row ? bytes : 0);
     }
 }
 
@@ -238,70 +226,6 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
 
 /* ---- Scores ------------------------------------------------------------------------------------------------------ */
 
-/* Mask and bias of a tile of QUERIES x KEYS scores lie in shared memory as they do outside, a row for each query: copied
- * ahead, they cost no wait, and any layout outside is read in order. Rows are PAD or 2 PAD bytes longer than KEYS
- * elements, which spreads a warp's reads over the banks. */
-template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
-    static constexpr int PAD = 16, MOST_BYTES = QUERIES * (5 * KEYS + 3 * PAD);
-    static __host__ __device__ constexpr int pitch(int size)
-    {
-        return KEYS * size + (size == 4 && !KEY_MAJOR ? 2 * PAD : PAD);
-    }
-    static __host__ __device__ int bias_bytes(const args &a)
-    {
-        return a.bias.data ? QUERIES * pitch(a.bias.dtype == HEED_F32 ? 4 : 2) : 0;
-    }
-    static __host__ __device__ int bytes(const args &a)
-    {
-        return bias_bytes(a) + (a.mask.data ? QUERIES * pitch(1) : 0);
-    }
-};
-
-/* Copies queries i0 .. and keys n0 .. of a mask or bias that begins at element `first`. What does not exist is zero. */
-template <int QUERIES, int KEYS, int THREADS, int SIZE>
-__device__ inline void copy_scores(char *tile, int pitch, const args &a, const span &s, const view &m, int64_t first,
-                                   int i0, int n0)
-{
-    const int rows = min(QUERIES, s.rows - i0), keys = min(KEYS, s.keys - n0);
-    const int64_t step = a.col_step * m.stride[3] * SIZE, down = m.stride[2] * SIZE;
-    const char *from = m.data + (first + i0 * m.stride[2] + (a.col + n0 * a.col_step) * m.stride[3]) * SIZE;
-    if (m.vector && step == SIZE && (uintptr_t)from % 16 == 0) {
-        constexpr int CHUNKS = KEYS * SIZE / 16;
-#pragma unroll 4
-        for (int e = threadIdx.x; e < QUERIES * CHUNKS; e += THREADS) {
-            const int r = e / CHUNKS, c = e % CHUNKS * 16, bytes = max(0, min(16, keys * SIZE - c));
-            copy_async<16>(shared_address(tile + r * pitch + c), r < rows ? from + r * down + c : m.data,
-                           r < rows ? bytes : 0);
-        }
-    } else {
-#pragma unroll 4
-        for (int e = threadIdx.x; e < QUERIES * KEYS; e += THREADS) {
-            const int r = e / KEYS, c = e % KEYS;
-            const char *one = from + r * down + c * step;
-            char *to = tile + r * pitch + c * SIZE;
-            const bool real = r < rows && c < keys;
-            if (SIZE == 1)
-                *to = real ? *one : 0;
-            else if (SIZE == 2)
-                *(uint16_t *)to = real ? *(const uint16_t *)one : 0;
-            else
-                *(float *)to = real ? *(const float *)one : 0.0f;
-        }
-    }
-}
-
-template <class Tiles, int QUERIES, int KEYS, int THREADS>
-__device__ inline void copy_mask_and_bias(char *tiles, const args &a, const span &s, const head &x, int i0, int n0)
-{
-    if (a.bias.data && a.bias.dtype == HEED_F32)
-        copy_scores<QUERIES, KEYS, THREADS, 4>(tiles, Tiles::pitch(4), a, s, a.bias, x.bias, i0, n0);
-    else if (a.bias.data)
-        copy_scores<QUERIES, KEYS, THREADS, 2>(tiles, Tiles::pitch(2), a, s, a.bias, x.bias, i0, n0);
-    if (a.mask.data)
-        copy_scores<QUERIES, KEYS, THREADS, 1>(tiles + Tiles::bias_bytes(a), Tiles::pitch(1), a, s, a.mask, x.mask, i0,
-                                               n0);
-}
-
 /* A warp's scores with queries as rows, as scores.cuh wants to see them. low and high are in shared memory. */
 template <int MT, int NT> struct query_major {
     static constexpr int R = 2 * MT, C = 2 * NT;
@@ -309,8 +233,6 @@ template <int MT, int NT> struct query_major {
     float (&X)[MT][NT][4];
     const int *lows, *highs; /* of the tile's first query */
     int i0, n0, row0;        /* first query and first key of this lane; its first row of the tile */
-    const char *bias, *mask; /* of row0 and n0 in shared memory */
-    typedef score_tiles<0, 8 * NT, false> extras;
     __device__ float &at(int r, int c) { return X[r / 2][c / 2][r % 2 * 2 + c % 2]; }
     static __device__ constexpr int down(int r) { return r / 2 * 16 + r % 2 * 8; }
     static __device__ constexpr int apart(int c) { return c / 2 * 8 + c % 2; }
@@ -320,116 +242,47 @@ template <int MT, int NT> struct query_major {
     __device__ int high(int r) const { return highs[row0 + down(r)]; }
 };
 
-/* Where a lane's first element of mask and bias lies, which is in the given row and column of the tile. */
-template <class Extras, class Tile>
-__device__ inline void point_at_tiles(Tile &t, const char *tiles, const args &a, int row, int column)
-{
-    const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
-    t.bias = tiles + row * Extras::pitch(size) + column * size;
-    t.mask = tiles + Extras::bias_bytes(a) + row * Extras::pitch(1) + column;
-}
-
-__device__ inline float2 to_floats(uint32_t two, int dtype)
-{
-    return dtype == HEED_F16 ? __half22float2(*(const __half2 *)&two)
-                             : __bfloat1622float2(*(const __nv_bfloat162 *)&two);
-}
-
-template <int MT, int NT>
-__device__ inline void add_bias(query_major<MT, NT> &t, const args &a, const span &, const head &)
-{
-    typedef typename query_major<MT, NT>::extras extras;
-    if (a.bias.dtype == HEED_F32) {
-#pragma unroll
-        for (int r = 0; r < 2 * MT; r++)
-#pragma unroll
-            for (int c = 0; c < 2 * NT; c += 2) {
-                const float2 both = *(const float2 *)(t.bias + t.down(r) * extras::pitch(4) + t.apart(c) * 4);
-                t.at(r, c) += both.x, t.at(r, c + 1) += both.y;
-            }
-    } else {
-#pragma unroll
-        for (int r = 0; r < 2 * MT; r++)
-#pragma unroll
-            for (int c = 0; c < 2 * NT; c += 2) {
-                const float2 both = to_floats(*(const uint32_t *)(t.bias + t.down(r) * extras::pitch(2) +
-                                                                  t.apart(c) * 2),
-                                              a.bias.dtype);
-                t.at(r, c) += both.x, t.at(r, c + 1) += both.y;
-            }
-    }
-}
-
-template <int MT, int NT>
-__device__ inline void apply_mask(query_major<MT, NT> &t, const args &, const span &, const head &)
-{
-    typedef typename query_major<MT, NT>::extras extras;
-#pragma unroll
-    for (int r = 0; r < 2 * MT; r++)
-#pragma unroll
-        for (int c = 0; c < 2 * NT; c += 2) {
-            const uint32_t both = *(const uint16_t *)(t.mask + t.down(r) * extras::pitch(1) + t.apart(c));
-            t.at(r, c) = both & 0xFFu ? t.at(r, c) : -CUDART_INF_F;
-            t.at(r, c + 1) = both >> 8 ? t.at(r, c + 1) : -CUDART_INF_F;
-        }
-}
-
 /* ---- Dropout ----------------------------------------------------------------------------------------------------- */
 
-/* The eight keys of one Philox are those of SHARE lanes, STEP apart: each of them draws for another eight of the DRAWS
- * that they need together, makes a byte of them, and all exchange bytes. draw(i) makes the byte number i, use(i, byte)
- * takes it. */
-template <int DRAWS, int SHARE, int STEP, class Draw, class Use>
-__device__ inline void draw_together(Draw draw, Use use)
+__device__ inline void trade(uint32_t &x, uint32_t &y, int lanes)
 {
-    static_assert(DRAWS % SHARE == 0, "the same number for each");
-    const int lane = threadIdx.x % 32, mine = lane / STEP % SHARE;
-#pragma unroll
-    for (int i = 0; i < DRAWS; i += 4 * SHARE) {
-        const int EACH = DRAWS - i < 4 * SHARE ? (DRAWS - i) / SHARE : 4;
-        uint32_t four = 0;
-#pragma unroll
-        for (int n = 0; n < EACH; n++)
-            four |= draw(i + n * SHARE + mine) << 8 * n;
-#pragma unroll
-        for (int j = 0; j < SHARE; j++) {
-            const uint32_t theirs = __shfl_sync(~0u, four, lane + (j - mine) * STEP);
-#pragma unroll
-            for (int n = 0; n < EACH; n++)
-                use(i + n * SHARE + j, theirs >> 8 * n);
-        }
-    }
+    const bool upper = threadIdx.x & lanes;
+    const uint32_t other = __shfl_xor_sync(~0u, upper ? x : y, lanes);
+    (upper ? x : y) = other;
 }
 
-/* The dropout bits of a lane's tile, packed: whether P of query r and key c is kept. */
-template <class Tile> struct kept_bits {
-    static constexpr int C = Tile::C;
-    static_assert(32 % C == 0, "the bits of a query lie in one word");
-    uint32_t words[(Tile::R * C + 31) / 32] = {};
-    __device__ void add(int r, int c, uint32_t bits) { words[(r * C + c) / 32] |= bits << (r * C + c) % 32; }
-    __device__ bool at(int r, int c) const { return words[(r * C + c) / 32] >> (r * C + c) % 32 & 1; }
-};
-
+/* Bit c of kept[r] is set where P of query r and key c is kept. The eight keys of one Philox are those of four
+ * neighbouring lanes: each of them draws for another eight, and then they trade words, word i for lane i. */
 template <int MT, int NT>
-__device__ inline void draw_tile(const query_major<MT, NT> &t, kept_bits<query_major<MT, NT>> &kept, const args &a,
-                                 const span &s, const head &x)
+__device__ inline void draw_tile(const query_major<MT, NT> &t, uint32_t (&kept)[2 * MT], const args &a, const span &s,
+                                 const head &x)
 {
     const uint64_t seed = seed_of(a);
-    const int pair = threadIdx.x % 4 * 2;
-    const int64_t first = s.r0 + t.n0 - pair;
-    if (s.r_step != 1 || first % 8) {
+    const int64_t first = s.r0 + t.n0 - threadIdx.x % 4 * 2;
+    const bool together = NT % 4 == 0 && s.r_step == 1 && first % 8 == 0;
 #pragma unroll
-        for (int r = 0; r < 2 * MT; r++)
-            kept.add(r, 0, draw(t, r, a, s, x, seed));
-        return;
+    for (int r = 0; r < 2 * MT; r++) {
+        kept[r] = 0;
+        if (!together) {
+            kept[r] = draw(t, r, a, s, x, seed);
+            continue;
+        }
+        const uint32_t p = (uint32_t)(uint64_t)(s.p0 + t.row(r) * s.p_step);
+#pragma unroll
+        for (int n = 0; n < NT / 4 * 4; n += 4) {
+            uint4 w = philox(seed, make_uint4((uint32_t)(uint64_t)(first / 8 + n + threadIdx.x % 4), p, x.h, s.b));
+            trade(w.x, w.y, 1);
+            trade(w.z, w.w, 1);
+            trade(w.x, w.z, 2);
+            trade(w.y, w.w, 2);
+            const uint32_t words[4] = { w.x, w.y, w.z, w.w };
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                kept[r] |= (uint32_t)((words[j] & 0xFFFFu) >= a.drop_below) << 2 * (n + j);
+                kept[r] |= (uint32_t)(words[j] >> 16 >= a.drop_below) << (2 * (n + j) + 1);
+            }
+        }
     }
-    draw_together<2 * MT * NT, 4, 1>(
-        [&](int i) {
-            const uint32_t p = (uint32_t)(uint64_t)(s.p0 + (t.i0 + i / NT / 2 * 16 + i / NT % 2 * 8) * s.p_step);
-            const uint32_t eight = (uint32_t)(uint64_t)(first / 8 + i % NT);
-            return kept_of_eight(philox(seed, make_uint4(eight, p, x.h, s.b)), a.drop_below);
-        },
-        [&](int i, uint32_t byte) { kept.add(i / NT, i % NT * 2, byte >> pair & 3); });
 }
 
 #endif
