@@ -1,0 +1,271 @@
+/* What feeds the warpgroups of the Hopper forward: the tiles of rows and their order, the warp that plans them, and the warp
+ * that keeps the copy engine busy with them. */
+#ifndef HEED_CUDA_FEED_SM90_CUH
+#define HEED_CUDA_FEED_SM90_CUH
+
+#include "tile_sm90.cuh"
+
+/* What is fixed at compile time: head size, warpgroups, keys at once, and how many tiles of Q, K and V there is room for;
+ * TURNS: the warpgroups issue their products one after the other; FIRST: the maximum of the first keys will do. */
+template <int D_, int GROUPS_, int KEYS_, int Q_STAGES_, int K_STAGES_, int V_STAGES_, bool TURNS_, bool FIRST_>
+struct forward_shape {
+    static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, Q_STAGES = Q_STAGES_,
+                         K_STAGES = K_STAGES_, V_STAGES = V_STAGES_, THREADS = 128 + 128 * GROUPS;
+    static constexpr bool TURNS = TURNS_, FIRST = FIRST_;
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, REGISTERS = GROUPS == 3 ? 160 : 232;
+};
+
+/* The order of the tiles. Where all have the same number of keys, those of a head follow each other. Where not, heads go
+ * in groups whose keys fit the cache, and within a group the tiles with the most keys go first, to and fro over the
+ * blocks, so that who took a long tile of one round takes a short one of the next: as even as a queue, and without one.
+ * The next group starts with the blocks that had the least of this one. */
+struct tile_order {
+    int tiles, heads, even, group, rounds, shift; /* rounds for each group */
+};
+
+/* One tile of rows, as the planner hands it to the others. Blocks of keys are counted from `first` on. */
+template <int ROWS> struct forward_work {
+    span s;
+    int turn, h, i0, rows;     /* turn: its number among the tiles of the block; rows = 0: there are no more */
+    int hk, first, blocks;     /* the keys that some row of the tile sees */
+    int seen[4];               /* the first so many blocks are what a group of 64 rows sees */
+    int clear_from, clear_to;  /* all rows see all keys of these blocks */
+    int low[ROWS], high[ROWS]; /* the keys each row sees; only where not all blocks are clear */
+};
+
+constexpr int AHEAD = 4; /* tiles that are planned at a time */
+
+template <class S> struct forward_shared {
+    char Q[S::Q_STAGES][tile_bytes<S::D, S::ROWS>], K[S::K_STAGES][tile_bytes<S::D, S::KEYS>],
+        V[S::V_STAGES][tile_bytes<S::D, S::KEYS>];
+    char out[4 * S::GROUPS][16 * 128]; /* 64 columns of a warp's rows on their way out */
+    uint64_t q_full[2], q_empty[2], k_full[S::K_STAGES], k_empty[S::K_STAGES], v_full[S::V_STAGES],
+        v_empty[S::V_STAGES], v_landed, planned[AHEAD], closed[AHEAD];
+    forward_work<S::ROWS> work[AHEAD]; /* tile number n of the block has work[n % AHEAD] */
+    uint32_t failed[64];               /* a bit for each turn */
+
+    __device__ char *q_tile(int n) { return Q[S::Q_STAGES == 1 ? 0 : n % 2]; }
+    __device__ bool has_failed(int turn) const
+    {
+        return failed[min(turn / 32, 63)] >> (turn < 2048 ? turn % 32 : 31) & 1;
+    }
+    __device__ void fails(int turn) { atomicOr(&failed[min(turn / 32, 63)], 1u << (turn < 2048 ? turn % 32 : 31)); }
+};
+
+/* A place in a ring of buffers, and the parity of its present use. */
+template <int STAGES> struct ring {
+    static_assert((STAGES & (STAGES - 1)) == 0, "a power of two");
+    unsigned count = 0;
+    __device__ int at() const { return (int)(count % STAGES); }
+    __device__ int parity() const { return (int)(count / STAGES % 2); }
+    __device__ void next() { count++; }
+};
+
+/* ---- The planner ------------------------------------------------------------------------------------------------- */
+
+/* Keeps the compiler from computing with x ahead of the loop, into registers that are few here. */
+__device__ inline int only_now(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+/* band_of_row() where steps fit 32 bits, for a warp with few registers. */
+__device__ inline void narrow_band(const args &a, const span &s, int i, int &first, int &last)
+{
+    const int64_t p = s.p0 - a.r0 + i * a.p_step; /* counted from the first key's position */
+    const unsigned step = (unsigned)a.r_step;
+    unsigned from = a.left >= FAR ? 0 : (unsigned)clamp(p - a.left, 0, INT32_MAX);
+    unsigned to = a.right >= FAR ? INT32_MAX : (unsigned)clamp(p + a.right + 1, 0, INT32_MAX); /* one past the last */
+    if (step != 1)
+        from = (from + step - 1) / step, to = (to + step - 1) / step;
+    first = (int)min(from, (unsigned)s.keys);
+    last = max(first, (int)min(to, (unsigned)s.keys));
+}
+
+/* By a whole warp: fills w, false where the sequence has no rows there. */
+template <class S>
+__device__ inline bool find_work(const args &a, int turn, int head, int tile, forward_work<S::ROWS> &w)
+{
+    const int lane = threadIdx.x % 32, i0 = tile * S::ROWS;
+    int rows = 0;
+    if (lane == 0) {
+        w.s = span_of(a, head / a.Hq);
+        w.turn = turn, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0, w.rows = rows = min(S::ROWS, w.s.rows - i0);
+    }
+    __syncwarp();
+    if (__shfl_sync(~0u, rows, 0) <= 0) /* not read from w: the first lane may already be at the next tile */
+        return false;
+    int low, high; /* bands move one way: the first and the last row say it all */
+    narrow_band(a, w.s, lane ? i0 + w.rows - 1 : i0, low, high);
+    const int low0 = __shfl_sync(~0u, low, 0), high0 = __shfl_sync(~0u, high, 0), low1 = __shfl_sync(~0u, low, 1),
+              high1 = __shfl_sync(~0u, high, 1);
+    const int first = min(low0, low1), last = max(high0, high1), inside = max(low0, low1), outside = min(high0, high1);
+    const int blocks = last > first ? (last - first + S::KEYS - 1) / S::KEYS : 0;
+    const int clear_from = (inside - first + S::KEYS - 1) / S::KEYS, clear_to = max(outside - first, 0) / S::KEYS;
+    if (lane == 0)
+        w.first = first, w.blocks = blocks, w.clear_from = clear_from, w.clear_to = clear_to;
+    __syncwarp();
+    if (w.clear_from > 0 || w.clear_to < w.blocks)
+#pragma unroll 1
+        for (int r = lane; r < S::ROWS; r += 32)
+            narrow_band(a, w.s, min(i0 + r, w.s.rows - 1), w.low[r], w.high[r]);
+    __syncwarp();
+    if (lane < S::GROUPS) {
+        const int from = lane * 64, to = min(from + 64, w.rows) - 1;
+        int seen = w.blocks;
+        if (from > to)
+            seen = 0;
+        else if (w.clear_to < seen)
+            seen = (max(max(w.high[from], w.high[to]) - w.first, 0) + S::KEYS - 1) / S::KEYS;
+        w.seen[lane] = seen;
+    }
+    return true;
+}
+
+/* The planner's warp: finds one tile after the other; count: tiles so far. */
+template <class S>
+__device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const tile_order &o, int &count, bool again)
+{
+    const int blocks = gridDim.x;
+    const auto wait_closed = [&]() { wait(shared_address(&sh.closed[count % AHEAD]), count / AHEAD % 2 ^ 1); };
+    const auto tell = [&]() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            arrive(shared_address(&sh.planned[count % AHEAD]));
+        count++;
+    };
+    int turn = 0, place = blockIdx.x;
+#pragma unroll 1
+    for (int head0 = 0; head0 < o.heads; head0 += o.group) {
+        const int heads = min(o.group, o.heads - head0);
+#pragma unroll 1
+        for (int round = 0; round < o.rounds; round++, turn++) {
+            const int at = round * blocks + (round % 2 ? blocks - 1 - place : place);
+            if (at >= heads * o.tiles || (again && !sh.has_failed(turn)))
+                continue;
+            const int even = only_now(o.even), by = even ? o.tiles : heads, quotient = at / by,
+                      rest = at - quotient * by;
+            const int head = head0 + (even ? quotient : rest), tile = even ? rest : o.tiles - 1 - quotient;
+            wait_closed();
+            if (find_work<S>(a, turn, head, tile, sh.work[count % AHEAD]))
+                tell();
+        }
+        place += o.shift;
+        if (place >= blocks)
+            place -= blocks;
+    }
+    wait_closed();
+    if (threadIdx.x % 32 == 0)
+        sh.work[count % AHEAD].rows = 0;
+    tell();
+}
+
+/* ---- The loader -------------------------------------------------------------------------------------------------- */
+
+/* V rows beyond the end of the sequence belong to somebody else or to nobody: whatever they hold, 0 times it must be
+ * 0. By a whole warp, which waits for the tile to land. */
+template <class S> __device__ inline void clear_rows(forward_shared<S> &sh, char *V, int from, int &parity)
+{
+    wait(shared_address(&sh.v_landed), parity);
+    parity ^= 1;
+    for (int box = 0; box < (S::D + 63) / 64; box++)
+        for (int chunk = from * 8 + threadIdx.x % 32; chunk < S::KEYS * 8; chunk += 32)
+            *(uint4 *)(V + box * S::KEYS * 128 + chunk * 16) = make_uint4(0, 0, 0, 0);
+    fence_async();
+    __syncwarp();
+}
+
+/* The loader's warp. Tiles and their blocks are one long stream to it: K goes one block ahead of V, into the next tile
+ * too, and the next tile's Q is asked for in the middle of this one. */
+template <class S> struct loader {
+    static constexpr int KV_BYTES = tile_bytes<S::D, S::KEYS>;
+    forward_shared<S> &sh;
+    const tensor_map &q, &k, &v;
+    const bool ragged, leader; /* ragged: rows may follow a sequence that are not its own */
+    ring<S::K_STAGES> at_k;
+    ring<S::V_STAGES> at_v;
+    int landed, count; /* count: tiles so far */
+
+    __device__ void load_q(int n)
+    {
+        if (n >= S::Q_STAGES) /* the warpgroups are done with the tile that was there */
+            wait(shared_address(&sh.q_empty[(n - S::Q_STAGES) % 2]), (n - S::Q_STAGES) / 2 % 2);
+        if (leader) {
+            const uint32_t full = shared_address(&sh.q_full[n % 2]);
+            const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+            arrive_expecting(full, tile_bytes<S::D, S::ROWS>);
+            load_tile<S::D, S::ROWS>(shared_address(sh.q_tile(n)), q, w.s.q_row + w.i0, w.h, w.s.q_batch, full);
+        }
+    }
+
+    /* Starts the next tile; its blocks, or -1 where there are no more tiles. */
+    __device__ int next_tile()
+    {
+        const int n = count++;
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        wait(shared_address(&sh.planned[n % AHEAD]), n / AHEAD % 2);
+        const int blocks = w.rows ? w.blocks : -1;
+        if (blocks > 0 && S::Q_STAGES == 2)
+            load_q(n);
+        else if (blocks <= 0) {
+            if (n >= 2)
+                wait(shared_address(&sh.q_empty[n % 2]), n / 2 % 2 ^ 1);
+            if (leader)
+                arrive(shared_address(&sh.q_full[n % 2]));
+        }
+        return blocks;
+    }
+
+    __device__ void load_k(int n, int j)
+    {
+        const uint32_t full = shared_address(&sh.k_full[at_k.at()]);
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        wait(shared_address(&sh.k_empty[at_k.at()]), at_k.parity() ^ 1);
+        if (leader) {
+            arrive_expecting(full, KV_BYTES);
+            load_tile<S::D, S::KEYS>(shared_address(sh.K[at_k.at()]), k, w.s.k_row + w.first + j * S::KEYS, w.hk,
+                                     w.s.k_batch, full);
+        }
+        at_k.next();
+    }
+
+    __device__ void load_v(int n, int j)
+    {
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        const int n0 = w.first + j * S::KEYS;
+        const bool foreign = ragged && n0 + S::KEYS > w.s.keys;
+        const uint32_t full = shared_address(&sh.v_full[at_v.at()]), on = foreign ? shared_address(&sh.v_landed) : full;
+        wait(shared_address(&sh.v_empty[at_v.at()]), at_v.parity() ^ 1);
+        if (leader) {
+            arrive_expecting(on, KV_BYTES);
+            load_tile<S::D, S::KEYS>(shared_address(sh.V[at_v.at()]), v, w.s.k_row + n0, w.hk, w.s.k_batch, on);
+        }
+        if (foreign) {
+            clear_rows<S>(sh, sh.V[at_v.at()], w.s.keys - n0, landed);
+            if (leader)
+                arrive(full);
+        }
+        at_v.next();
+    }
+
+    __device__ void run()
+    {
+        for (int blocks = 0, next; blocks >= 0; blocks = next) { /* before the first tile comes one without blocks */
+            const int n = count - 1;
+            for (int j = max(blocks - 1, 0); j >= 0; j--) {
+                if (j == max(blocks - 3, 0))
+                    next = next_tile();
+                const int ahead = (j > 0 ? j : next) - 1;
+                if (ahead >= 0)
+                    load_k(j > 0 ? n : n + 1, ahead);
+                if (blocks)
+                    load_v(n, j);
+                if (S::Q_STAGES == 1 && blocks && j == blocks - 1)
+                    load_q(n);
+            }
+        }
+    }
+};
+
+#endif
