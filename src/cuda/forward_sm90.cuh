@@ -116,8 +116,8 @@ __device__ inline bool conclude(const row_state &x, const args &a, const forward
         size += fabsf(sum);
         divide[r] = 0.0f;
         if (sum != 0.0f) { /* else the row saw no key */
-            const float factor = exp2_fast((own - most) * LOG2_E);
-            sum = sum * factor + exp2_fast((sink - most) * LOG2_E);
+            const float factor = exp2_fast((own - most) * LOG2E);
+            sum = sum * factor + exp2_fast((sink - most) * LOG2E);
             divide[r] = factor / sum;
         }
         if (a.lse.data && threadIdx.x % 4 == 0 && i < w.rows) {
@@ -153,8 +153,8 @@ __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], 
 #pragma unroll
         for (int c = 0; c < 8 && box * 8 + c < S::D / 8; c += 2) {
             const float *const x = &O[box * 32 + 4 * c];
-            store_matrices(to + ((c + lane / 16) ^ (lane % 8)) * 16, pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]),
-                           pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
+            store_matrices(to + ((c + lane / 16) ^ (lane % 8)) * 16, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
+                           pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
         }
         __syncwarp();
         const int columns = a.Dv - box * 64;
@@ -188,7 +188,7 @@ template <class T, class S> __device__ inline void consume(forward_shared<S> &sh
     constexpr int KEYS = S::KEYS, D = S::D, GROUPS = S::GROUPS, K_BYTES = sizeof sh.K[0], V_BYTES = sizeof sh.V[0];
     const int lane = threadIdx.x % 32, group = uniform(threadIdx.x / 128) - 1;
     const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const float c = a.scale * LOG2_E;
+    const float c = a.scale * LOG2E;
     const row_state fresh = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {}, { 1.0f, 1.0f } };
     const uint32_t q_full = shared_address(sh.q_full), q_empty = shared_address(sh.q_empty),
                    k_full = shared_address(sh.k_full), v_full = shared_address(sh.v_full),

@@ -82,4 +82,19 @@ __device__ inline float exp2_fast(float x)
     return y;
 }
 
+constexpr float LOG2E = 1.4426950408889634f;
+
+/* Two numbers as the tensor core takes them, the first in the lower half. */
+template <class T> __device__ inline uint32_t pack(float x, float y);
+template <> __device__ inline uint32_t pack<__half>(float x, float y)
+{
+    __half2 both = __floats2half2_rn(x, y);
+    return *(uint32_t *)&both;
+}
+template <> __device__ inline uint32_t pack<__nv_bfloat16>(float x, float y)
+{
+    __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+    return *(uint32_t *)&both;
+}
+
 #endif

@@ -42,22 +42,3 @@ heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64
                          (long long)batches, (long long)heads, (long long)rows, (long long)columns, (int)error);
     return HEED_OK;
 }
-
-heed_status heed_row_map(CUtensorMap *map, const float *data, int64_t rows, int64_t pitch, int64_t heads,
-                         int64_t batches, int box_rows)
-{
-    pthread_once(&asked, ask);
-    if (!encode)
-        return heed_fail(HEED_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
-    const cuuint64_t sizes[4] = { (cuuint64_t)rows, (cuuint64_t)heads, (cuuint64_t)batches, 1 };
-    const cuuint64_t pitches[3] = { (cuuint64_t)pitch * 4, (cuuint64_t)(heads * pitch * 4),
-                                    (cuuint64_t)(batches * heads * pitch * 4) };
-    const cuuint32_t box[4] = { (cuuint32_t)box_rows, 1, 1, 1 }, steps[4] = { 1, 1, 1, 1 };
-    CUresult error = encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, (void *)data, sizes, pitches, box, steps,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (error)
-        return heed_fail(HEED_DEVICE_ERROR, "the copy engine refused %lld x %lld rows of %lld numbers (error %d)",
-                         (long long)batches, (long long)heads, (long long)rows, (int)error);
-    return HEED_OK;
-}

@@ -8,8 +8,6 @@
 #include "scores.cuh"
 #include "sm75.cuh"
 
-constexpr float LOG2E = 1.4426950408889634f;
-
 template <int D> __device__ inline uint32_t chunk_at(uint32_t tile, int row, int chunk)
 {
     return tile + row * D * 2 + ((chunk ^ (row & 7)) << 4);
@@ -83,18 +81,6 @@ __device__ inline void copy_keys(uint32_t tile, const args &a, const span &s, co
 }
 
 /* ---- Products ---------------------------------------------------------------------------------------------------- */
-
-template <class T> __device__ inline uint32_t pack(float x, float y);
-template <> __device__ inline uint32_t pack<__half>(float x, float y)
-{
-    __half2 both = __floats2half2_rn(x, y);
-    return *(uint32_t *)&both;
-}
-template <> __device__ inline uint32_t pack<__nv_bfloat16>(float x, float y)
-{
-    __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
-    return *(uint32_t *)&both;
-}
 
 template <int MT, int NT> __device__ inline void clear(float (&x)[MT][NT][4])
 {

@@ -6,8 +6,6 @@
 #include "launch.cuh"
 #include "sm90.cuh"
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
 /* ---- Host: maps -------------------------------------------------------------------------------------------------- */
 
 /* Describes a 16-bit tensor [batches][heads][rows][columns] to the copy engine, for boxes of 64 columns and box_rows
@@ -19,11 +17,6 @@ struct tensor_map {
 
 heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64_t rows, int64_t heads, int64_t batches,
                             int box_rows);
-
-/* Describes floats [batches][heads][rows], rows of a head at multiples of 16 bytes, for boxes of box_rows. Coordinates
- * for load_box: row, head, batch, 0. */
-heed_status heed_row_map(CUtensorMap *map, const float *data, int64_t rows, int64_t pitch, int64_t heads,
-                         int64_t batches, int box_rows);
 
 /* ---- Device: tiles ----------------------------------------------------------------------------------------------- */
 
@@ -59,24 +52,12 @@ __device__ inline void multiply_columns(float (&O)[N / 2], const uint32_t (&P)[K
         wgmma<T, N>::template registers<1>(O, P[k], on(V, k * 2048), k == 0 ? keep : 1);
 }
 
-template <class T> __device__ inline uint32_t pack2(float x, float y);
-template <> __device__ inline uint32_t pack2<__half>(float x, float y)
-{
-    __half2 v = __floats2half2_rn(x, y);
-    return *(uint32_t *)&v;
-}
-template <> __device__ inline uint32_t pack2<__nv_bfloat16>(float x, float y)
-{
-    __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
-    return *(uint32_t *)&v;
-}
-
 /* A result as the A operand of the next product. */
 template <class T, int K> __device__ inline void pack_rows(uint32_t (&P)[K / 16][4], const float (&S)[K / 2])
 {
 #pragma unroll
     for (int i = 0; i < K / 4; i++)
-        P[i / 4][i % 4] = pack2<T>(S[2 * i], S[2 * i + 1]);
+        P[i / 4][i % 4] = pack<T>(S[2 * i], S[2 * i + 1]);
 }
 
 /* Over the four lanes that share a row. */
