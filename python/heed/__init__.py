@@ -22,6 +22,7 @@ from heed._classic import (
 from heed._kvcache import attention_with_kvcache
 
 if TYPE_CHECKING:
+    from heed import distributed as distributed
     from heed import integrations as integrations
     from heed import nn as nn
     from heed._sdpa import scaled_dot_product_attention as scaled_dot_product_attention
@@ -63,7 +64,7 @@ _LATER = {
 def __getattr__(name: str) -> object:
     import importlib
 
-    if name in ("nn", "integrations", "bench"):
+    if name in ("nn", "integrations", "bench", "distributed"):
         return importlib.import_module(f"heed.{name}")
     if name in _LATER:
         value = getattr(importlib.import_module(_LATER[name]), name)
@@ -73,4 +74,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LATER, "nn", "integrations"])
+    return sorted([*globals(), *_LATER, "distributed", "nn", "integrations"])

@@ -2,6 +2,7 @@
  * Python files give them names, defaults and meaning, and say which way a call goes. */
 #include "call.h"
 #include "memory.h"
+#include "parts.h"
 #include "torch.h"
 
 static int check_count(const char *name, Py_ssize_t given, Py_ssize_t expected)
@@ -139,6 +140,10 @@ static PyMethodDef methods[] = {
     { "forward", FAST(forward), NULL },
     { "backward", FAST(backward), NULL },
     { "explain", FAST(explain), NULL },
+    { "part_forward", FAST(parts_forward), NULL },
+    { "part_backward", FAST(parts_backward), NULL },
+    { "merge", FAST(parts_merge), NULL },
+    { "delta", FAST(parts_delta), NULL },
     { "attention", FAST(torch_attention), NULL },
     { "function_forward", FAST(torch_function_forward), NULL },
     { "function_backward", FAST(torch_function_backward), NULL },

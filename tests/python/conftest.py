@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("heed", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("heed")
 
-_NEED_TORCH = {f"test_{name}.py" for name in ("attention", "errors", "kvcache", "nn", "properties", "torch")}
+_NEED_TORCH = {f"test_{name}.py" for name in ("attention", "distributed", "errors", "kvcache", "nn", "properties", "torch")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

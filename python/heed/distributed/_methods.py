@@ -1,0 +1,489 @@
+"""How keys and values reach the queries that see them. P ranks are U x R, rank r * U + u:
+
+    ulysses part    the U ranks of a team exchange heads for rows (all-to-all): each then has the team's rows for 1/U of
+    the
+                    heads, and gives results back the same way
+    ring part       the R ranks with the same u compute attention over rows that they share; K and V travel
+
+    ring            U = 1: K and V go round, one step at a time, each step's messages under the step before it
+    all_gather      U = 1: all of K and V that a rank sees is brought together, then one computation
+    ulysses         R = 1
+    ulysses_ring    both, for more ranks than heads
+
+In step d of the ring, rank r works on the keys of rank r - d. They come from rank r - 1, which had them in the step
+before, or from their owner where r - 1 does not need them; what a rank does not see is neither sent to it nor computed.
+Gradients of keys go the same way, in float32: each rank adds its own part to what comes in, and sends it on to rank r +
+1, or home where that one has nothing to add. All sums have a fixed order, so that results have the same bits each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from heed import _C
+from heed._arguments import Arguments
+from heed.distributed._link import Link, Message, timed
+from heed.distributed._shards import Band, Meeting, Pieces, in_order, meetings, needs, on_stride, pieces_of, size
+
+METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
+Tensors = tuple[torch.Tensor, ...]
+Block = tuple[torch.Tensor, torch.Tensor]  # K and V, or their gradients
+
+
+def ulysses_ranks(method: str, ranks: int, key_heads: int) -> int:
+    """U: how many ranks share heads out. As many as divide the ranks and, best, the heads evenly."""
+    if method == "ulysses":
+        if ranks > key_heads:
+            raise ValueError(
+                f"method: ulysses gives each rank at least one key head, but there are {ranks} ranks and {key_heads} "
+                f"key heads; use 'ulysses_ring'"
+            )
+        return ranks
+    if method != "ulysses_ring":
+        return 1
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= key_heads]
+    return max(divisors, key=lambda n: (key_heads % n == 0, n))
+
+
+# ---- Work on one rank ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the kernels have to know besides positions."""
+
+    band: Band
+    offset: int
+    scale: float | None
+    softcap: float
+    alibi_slopes: torch.Tensor | None = None
+
+    def for_heads(self, heads: slice) -> Scores:
+        if self.alibi_slopes is None:
+            return self
+        return Scores(self.band, self.offset, self.scale, self.softcap, self.alibi_slopes[..., heads].contiguous())
+
+    def call(self, m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
+        """(positions, *arguments) for the extension."""
+        left, right = self.band
+        causal = not m.full and left is None and right == 0
+        window = None if m.full or causal or (left is None and right is None) else (left, right)
+        a = Arguments(
+            q, k, v, layout="thd" if m.starts else "bhsd", causal=causal, window=window, scale=self.scale,
+            softcap=self.softcap, alibi_slopes=self.alibi_slopes,
+        )  # fmt: skip
+        if m.starts:
+            cu_q, cu_k = (torch.tensor(s, dtype=torch.int32, device=q.device) for s in m.starts)
+            longest = [max(b - a for a, b in itertools.pairwise(s)) for s in m.starts]
+            a = a._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+        return ((m.q.first + self.offset, m.q.step, m.k.first, m.k.step), *a)
+
+
+def _rows(t: torch.Tensor, m: Meeting, rows: slice) -> torch.Tensor:
+    """Those rows of [B, H, S, D] or [B, H, S], laid out as the kernel of this meeting has them."""
+    t = t[:, :, rows]
+    if not m.starts:
+        return t
+    return t[0].transpose(0, 1) if t.dim() == 4 else t[0]
+
+
+class Forward:
+    """o and lse of some queries over the keys added so far."""
+
+    def __init__(self, q: torch.Tensor, pieces: Pieces, columns: int, scores: Scores, once: bool) -> None:
+        """once: no query will meet keys twice, so that partial results, in float32, are final ones."""
+        self.q, self.pieces, self.scores = q, pieces, scores
+        shape = q.shape[:3]
+        self.o = torch.empty(*shape, columns, dtype=q.dtype if once else torch.float32, device=q.device)
+        self.lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        self.untouched = {p.at: p for p in pieces}
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, pieces: Pieces) -> None:
+        for m in meetings(self.pieces, pieces, self.scores.band, self.scores.offset):
+            self._add(m, _rows(k, m, m.k.rows), _rows(v, m, m.k.rows))
+
+    def _add(self, m: Meeting, k: torch.Tensor, v: torch.Tensor) -> None:
+        o, lse = self.o[:, :, m.q.rows], self.lse[:, :, m.q.rows]
+        here = [p for p in self.pieces if m.q.at <= p.at < m.q.at + m.q.tokens]
+        positions, *arguments = self.scores.call(m, _rows(self.q, m, m.q.rows), k, v)
+        if all(p.at in self.untouched for p in here):
+            _C.part_forward(_rows(self.o, m, m.q.rows), _rows(self.lse, m, m.q.rows), positions, *arguments)
+        else:
+            for p in here:
+                self._clear(p.at)
+            o2, lse2 = torch.empty_like(o), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+            whole = slice(None)
+            _C.part_forward(_rows(o2, m, whole), _rows(lse2, m, whole), positions, *arguments)
+            _C.merge(o, lse, o2, lse2)
+        for p in here:
+            self.untouched.pop(p.at, None)
+
+    def _clear(self, at: int) -> None:
+        p = self.untouched.pop(at, None)
+        if p is not None:
+            self.o[:, :, p.rows].zero_()
+            self.lse[:, :, p.rows].fill_(-torch.inf)
+
+    def result(self) -> Tensors:
+        for at in list(self.untouched):
+            self._clear(at)
+        return self.o.to(self.q.dtype), self.lse
+
+
+class Backward:
+    """dq of some queries; gradients of keys are added to what the caller gives. All in float32."""
+
+    def __init__(
+        self, saved: Tensors, do: torch.Tensor, dlse: torch.Tensor | None, pieces: Pieces, scores: Scores
+    ) -> None:
+        self.q, _, _, o, self.lse = saved
+        self.do, self.pieces, self.scores = do.contiguous(), pieces, scores
+        self.dq = torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device)
+        self.delta = torch.empty_like(self.lse)
+        if o.numel():
+            _C.delta(o, self.do, dlse, self.delta)
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, pieces: Pieces) -> None:
+        for m in meetings(self.pieces, pieces, self.scores.band, self.scores.offset):
+            q, do, lse, delta, dq = (_rows(t, m, m.q.rows) for t in (self.q, self.do, self.lse, self.delta, self.dq))
+            k_, v_, dk_, dv_ = (_rows(t, m, m.k.rows) for t in (k, v, dk, dv))
+            positions, *arguments = self.scores.call(m, q, k_, v_)
+            _C.part_backward(do, lse, delta, dq, dk_, dv_, True, positions, *arguments)
+
+
+# ---- The plan --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who has what, and who sends what to whom: the same on all ranks but for `me`."""
+
+    method: str
+    ranks: int
+    me: int
+    ulysses: int
+    q: tuple[Pieces, ...]  # of each rank
+    k: tuple[Pieces, ...]  # of each rank, those on the stride
+    heads: tuple[slice, ...]  # of each rank of a team: its key heads
+    group_size: int  # query heads for each key head
+    band: Band
+    offset: int
+
+    @property
+    def ring(self) -> int:
+        return self.ranks // self.ulysses
+
+    @property
+    def team(self) -> list[int]:
+        first = self.me - self.me % self.ulysses
+        return list(range(first, first + self.ulysses))
+
+    def peer(self, place: int) -> int:
+        """The rank at that place of this rank's ring."""
+        return place % self.ring * self.ulysses + self.me % self.ulysses
+
+    @property
+    def place(self) -> int:
+        return self.me // self.ulysses
+
+    def query_heads(self, heads: slice) -> slice:
+        return slice(heads.start * self.group_size, heads.stop * self.group_size)
+
+    def _together(self, shards: tuple[Pieces, ...]) -> tuple[tuple[Pieces, ...], torch.Tensor | None]:
+        """The shard of each place of the ring, all rows of a team; for this rank's own, how they were put in order."""
+        u = self.ulysses
+        merged = [in_order(shards[n : n + u]) if u > 1 else (shards[n], None) for n in range(0, self.ranks, u)]
+        return tuple(pieces for pieces, _ in merged), merged[self.place][1]
+
+    @cached_property
+    def q_ring(self) -> tuple[tuple[Pieces, ...], torch.Tensor | None]:
+        return self._together(self.q)
+
+    @cached_property
+    def k_ring(self) -> tuple[tuple[Pieces, ...], torch.Tensor | None]:
+        return self._together(self.k)
+
+    @cached_property
+    def wanted(self) -> tuple[tuple[bool, ...], ...]:
+        """wanted[r][s]: place r sees some key of place s."""
+        q, k = self.q_ring[0], self.k_ring[0]
+        return tuple(tuple(needs(a, b, self.band, self.offset) for b in k) for a in q)
+
+    def wants(self, place: int, distance: int) -> bool:
+        """Whether a place works on the keys of the one that far behind it."""
+        return self.wanted[place % self.ring][(place - distance) % self.ring]
+
+
+@lru_cache(maxsize=64)
+def plan_of(
+    method: str, me: int, shards: str, rows: tuple[int, ...], keys: tuple[int, ...], starts: tuple[int, ...] | None,
+    band: Band, stride: int, query_heads: int, key_heads: int,
+) -> tuple[Plan, torch.Tensor | None]:  # fmt: skip
+    """The plan, and which keys of this rank are on the stride (None: all)."""
+    ranks = len(rows)
+    q, k = (pieces_of(shards, sum(n), ranks, n if shards == "contiguous" else None, starts) for n in (rows, keys))
+    strided = [on_stride(pieces, stride) for pieces in k]
+    team = ulysses_ranks(method, ranks, key_heads)
+    ends = [key_heads * n // team for n in range(team + 1)]
+    heads = tuple(slice(a, b) for a, b in itertools.pairwise(ends))
+    offset = 0 if starts else sum(keys) - sum(rows)
+    plan = Plan(
+        method, ranks, me, team, q, tuple(pieces for pieces, _ in strided), heads, query_heads // key_heads, band,
+        offset,
+    )  # fmt: skip
+    return plan, strided[me][1]
+
+
+# ---- Ulysses: heads for rows -----------------------------------------------------------------------------------------
+
+
+def _reordered(t: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    return t if order is None else t.index_select(2, order.to(t.device))
+
+
+def _unordered(t: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    return t if order is None else torch.empty_like(t).index_copy_(2, order.to(t.device), t)
+
+
+class Side:
+    """Queries or keys of a team: how many rows each of its ranks has, which heads each gets, and the order of all
+    rows."""
+
+    def __init__(self, plan: Plan, queries: bool) -> None:
+        shards = plan.q if queries else plan.k
+        self.order = (plan.q_ring if queries else plan.k_ring)[1]
+        self.rows = [size(shards[r]) for r in plan.team]
+        self.heads = [plan.query_heads(h) if queries else h for h in plan.heads]
+
+
+def heads_for_rows(link: Link, plan: Plan, tensors: list[tuple[torch.Tensor, Side]]) -> list[torch.Tensor]:
+    """[B, all heads, own rows, ...] to [B, own heads, the team's rows, ...]."""
+    me = plan.me % plan.ulysses
+    sends: list[Message] = [
+        (peer, [t[:, side.heads[n]].contiguous() for t, side in tensors]) for n, peer in enumerate(plan.team) if n != me
+    ]
+    parts = [
+        [
+            t[:, side.heads[me]] if n == me else _room(t, side.heads[me].stop - side.heads[me].start, side.rows[n])
+            for n in range(plan.ulysses)
+        ]
+        for t, side in tensors
+    ]
+    receives: list[Message] = [(peer, [p[n] for p in parts]) for n, peer in enumerate(plan.team) if n != me]
+    link.post("heads for rows", sends, receives).wait()
+    return [_reordered(torch.cat(p, dim=2), side.order) for p, (_, side) in zip(parts, tensors, strict=True)]
+
+
+def rows_for_heads(link: Link, plan: Plan, tensors: list[tuple[torch.Tensor, Side]]) -> list[torch.Tensor]:
+    """The way back."""
+    me = plan.me % plan.ulysses
+    split = [_unordered(t, side.order).split(side.rows, dim=2) for t, side in tensors]
+    sends: list[Message] = [(peer, [s[n].contiguous() for s in split]) for n, peer in enumerate(plan.team) if n != me]
+    parts = [
+        [s[me] if n == me else _room(t, h.stop - h.start, side.rows[me]) for n, h in enumerate(side.heads)]
+        for s, (t, side) in zip(split, tensors, strict=True)
+    ]
+    receives: list[Message] = [(peer, [p[n] for p in parts]) for n, peer in enumerate(plan.team) if n != me]
+    link.post("rows for heads", sends, receives).wait()
+    return [torch.cat(p, dim=1) for p in parts]
+
+
+def _room(t: torch.Tensor, heads: int, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty(t.shape[0], heads, rows, *t.shape[3:], dtype=dtype or t.dtype, device=t.device)
+
+
+# ---- Ring ------------------------------------------------------------------------------------------------------------
+
+
+def _blocks_on_their_way(
+    plan: Plan, d: int, own: Tensors, held: Tensors, room: Tensors
+) -> tuple[list[Message], list[Message]]:
+    """Step d's messages of K and V for step d + 1: held is the block of step d."""
+    r, sends, receives = plan.place, [], []
+    if d + 1 == plan.ring:
+        return [], []
+    if plan.wants(r + 1, d + 1) and (d == 0 or plan.wants(r, d)):
+        sends.append((plan.peer(r + 1), held))
+    if d > 0 and plan.wants(r + d + 1, d + 1) and not plan.wants(r + d, d):  # the one before has no use for it
+        sends.append((plan.peer(r + d + 1), own))
+    if plan.wants(r, d + 1):
+        from_neighbour = d == 0 or plan.wants(r - 1, d)
+        receives.append((plan.peer(r - 1 if from_neighbour else r - d - 1), room))
+    return sends, receives
+
+
+def _block_room(plan: Plan, d: int, like: Tensors, dtype: torch.dtype | None = None) -> Tensors:
+    """Memory for what is like K and V of the place that far behind."""
+    rows = size(plan.k_ring[0][(plan.place - d) % plan.ring])
+    return tuple(_room(t, t.shape[1], rows, dtype) for t in like)
+
+
+def ring_forward(link: Link, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Tensors:
+    places = [s for s in range(plan.ring) if plan.wanted[plan.place][s]]
+    pieces = plan.q_ring[0][plan.place]
+    forward = Forward(q, pieces, v.shape[3], scores, once=len(places) <= 1 and _meet_once(plan, pieces, places))
+    own = held = (k, v)
+    for d in range(plan.ring):
+        room = _block_room(plan, d + 1, own) if d + 1 < plan.ring and plan.wants(plan.place, d + 1) else ()
+        pending = link.post(f"keys of step {d + 1}", *_blocks_on_their_way(plan, d, own, held, room))
+        if plan.wants(plan.place, d):
+            with timed("compute", f"step {d}", q.device):
+                forward.add(*held, plan.k_ring[0][(plan.place - d) % plan.ring])
+        pending.wait()
+        held = room
+    return forward.result()
+
+
+def _meet_once(plan: Plan, pieces: Pieces, places: list[int]) -> bool:
+    met = [m.q.at for s in places for m in meetings(pieces, plan.k_ring[0][s], plan.band, plan.offset)]
+    return len(met) == len(set(met))
+
+
+def ring_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) -> Tensors:
+    r, last = plan.place, plan.ring
+    own = held = (saved[1], saved[2])
+    home = _zeros(own)
+    mine: Tensors = ()  # the gradients of the block of the step before, with what other ranks added
+    for d in range(last + 1):
+        room = _block_room(plan, d + 1, own) if d + 1 < last and plan.wants(r, d + 1) else ()
+        sends, receives = _blocks_on_their_way(plan, d, own, held, room) if d < last else ([], [])
+        if mine:
+            sends.append((plan.peer(r + 1 if d < last and plan.wants(r + 1, d) else r - d + 1), mine))
+        works = d < last and plan.wants(r, d)
+        arriving = _block_room(plan, d, own, torch.float32) if works and d > 1 and plan.wants(r - 1, d - 1) else ()
+        if arriving:
+            receives.append((plan.peer(r - 1), arriving))
+        ends = d > 1 and plan.wants(r + d - 1, d - 1) and not (d < last and plan.wants(r + d, d))
+        returning = tuple(torch.empty_like(t) for t in home) if ends else ()
+        if returning:
+            receives.append((plan.peer(r + d - 1), returning))
+        pending = link.post(f"keys of step {d + 1}, gradients of step {d - 1}", sends, receives)
+        sums = home if d == 0 else _zeros(held) if works else ()
+        if works:
+            with timed("compute", f"step {d}", backward.q.device):
+                backward.add(*held, *sums, plan.k_ring[0][(r - d) % last])
+        pending.wait()
+        _add(sums, arriving)
+        _add(home, returning)
+        mine, held = (sums if d > 0 else ()), room
+    return backward.dq, *home
+
+
+def _zeros(like: Tensors) -> Tensors:
+    return tuple(torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in like)
+
+
+def _add(to: Tensors, what: Tensors) -> None:
+    if what:
+        for a, b in zip(to, what, strict=True):
+            a += b
+
+
+# ---- All-gather ------------------------------------------------------------------------------------------------------
+
+
+class Gathered:
+    """K and V of all places that this one sees, its own among them, in the order of their positions."""
+
+    def __init__(self, link: Link, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.link, self.plan = link, plan
+        r = plan.place
+        self.ahead = [d for d in range(1, plan.ring) if plan.wants(r + d, d)]  # who sees this rank's keys
+        self.behind = [d for d in range(plan.ring) if plan.wants(r, d)]
+        own = (k, v)
+        blocks = {d: _block_room(plan, d, own) if d else own for d in self.behind}
+        link.post(
+            "all keys",
+            [(plan.peer(r + d), own) for d in self.ahead],
+            [(plan.peer(r - d), blocks[d]) for d in self.behind if d],
+        ).wait()
+        shards = tuple(plan.k_ring[0][(r - d) % plan.ring] for d in self.behind)
+        self.rows = [size(pieces) for pieces in shards]
+        self.pieces, self.order = in_order(shards)
+        self.k, self.v = (
+            _reordered(torch.cat([b[n] for b in blocks.values()], dim=2), self.order) if blocks else own[n][:, :, :0]
+            for n in (0, 1)
+        )
+
+    def give_back(self, own: Tensors, dk: torch.Tensor, dv: torch.Tensor) -> Tensors:
+        """Each part of the gradients to the owner of its keys, who adds them up."""
+        plan, r = self.plan, self.plan.place
+        split = [_unordered(t, self.order).split(self.rows, dim=2) for t in (dk, dv)]
+        parts = {d: [s[n].contiguous() for s in split] for n, d in enumerate(self.behind)}
+        home = _zeros(own)
+        arriving = {d: tuple(torch.empty_like(t) for t in home) for d in self.ahead}
+        self.link.post(
+            "gradients of keys",
+            [(plan.peer(r - d), parts[d]) for d in self.behind if d],
+            [(plan.peer(r + d), arriving[d]) for d in self.ahead],
+        ).wait()
+        _add(home, tuple(parts.get(0, ())))
+        for d in self.ahead:
+            _add(home, arriving[d])
+        return home
+
+
+def gather_forward(
+    link: Link, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+) -> Tensors:
+    all_keys, pieces = Gathered(link, plan, k, v), plan.q_ring[0][plan.place]
+    met = [m.q.at for m in meetings(pieces, all_keys.pieces, plan.band, plan.offset)]
+    forward = Forward(q, pieces, v.shape[3], scores, once=len(met) == len(set(met)))
+    with timed("compute", "all keys", q.device):
+        forward.add(all_keys.k, all_keys.v, all_keys.pieces)
+    return forward.result()
+
+
+def gather_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) -> Tensors:
+    all_keys = Gathered(link, plan, saved[1], saved[2])
+    dk, dv = _zeros((all_keys.k, all_keys.v))
+    with timed("compute", "all keys", backward.q.device):
+        backward.add(all_keys.k, all_keys.v, dk, dv, all_keys.pieces)
+    return backward.dq, *all_keys.give_back(saved[1:3], dk, dv)
+
+
+# ---- Both parts ------------------------------------------------------------------------------------------------------
+
+
+def _own_heads(plan: Plan, scores: Scores) -> Scores:
+    return scores.for_heads(plan.query_heads(plan.heads[plan.me % plan.ulysses]))
+
+
+def forward(
+    link: Link, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+) -> tuple[Tensors, Tensors]:
+    """(o, lse), and what backward() is to be given."""
+    queries, keys = Side(plan, True), Side(plan, False)
+    if plan.ulysses > 1:
+        q, k, v = heads_for_rows(link, plan, [(q, queries), (k, keys), (v, keys)])
+    else:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    compute = gather_forward if plan.method == "all_gather" else ring_forward
+    o, lse = compute(link, plan, q, k, v, _own_heads(plan, scores))
+    saved = (q, k, v, o, lse)
+    if plan.ulysses > 1:
+        o, lse = rows_for_heads(link, plan, [(o, queries), (lse, queries)])
+    return (o, lse), saved
+
+
+def backward(
+    link: Link, plan: Plan, saved: Tensors, do: torch.Tensor, dlse: torch.Tensor | None, scores: Scores
+) -> Tensors:
+    """(dq, dk, dv) in the dtypes of q, k and v."""
+    queries, keys = Side(plan, True), Side(plan, False)
+    if plan.ulysses > 1:
+        moved = heads_for_rows(link, plan, [(t, queries) for t in (do, dlse) if t is not None])
+        do, dlse = moved[0], moved[1] if dlse is not None else None
+    own = _own_heads(plan, scores)
+    work = Backward(saved, do, dlse, plan.q_ring[0][plan.place], own)
+    compute = gather_backward if plan.method == "all_gather" else ring_backward
+    gradients = tuple(g.to(t.dtype) for g, t in zip(compute(link, plan, saved, work), saved[:3], strict=True))
+    if plan.ulysses > 1:
+        sides = (queries, keys, keys)
+        gradients = tuple(rows_for_heads(link, plan, list(zip(gradients, sides, strict=True))))
+    return gradients

@@ -1,0 +1,265 @@
+"""What each method costs: a model of time, bytes and memory for one rank, the busiest. docs/distributed.md derives
+it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from heed.distributed._methods import METHODS, ulysses_ranks
+from heed.distributed._shards import Band, Pieces, needs, on_stride, pieces_of, size, visible_keys
+
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+TABLE = Path(__file__).with_name("measured.json")
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Between two ranks of different nodes; inside a node it is `inside`, which is a fabric as well."""
+
+    bytes_per_second: float  # what a rank can send, and receive at the same time, in practice
+    latency: float  # seconds for a message
+    inside: str | None = "nvlink"
+    overlaps: bool = True  # False: the processor that computes is the one that copies
+
+
+# Nine tenths of what is printed on the box: 450, 50 and 12.5 GB/s each way for each GPU.
+FABRICS = {
+    "nvlink": Fabric(405e9, 5e-6, inside=None),
+    "infiniband": Fabric(45e9, 10e-6),
+    "ethernet": Fabric(11e9, 30e-6),
+    "loopback": Fabric(
+        1e9, 500e-6, inside=None, overlaps=False
+    ),  # Gloo between processes of one machine; see measured.json
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Attention of one layer over all ranks."""
+
+    ranks: int
+    tokens: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str = "bf16"
+    batch: int = 1
+    shards: str = "zigzag"
+    band: Band = Band(None, 0)
+    stride: int = 1
+    lengths: tuple[int, ...] | None = None  # of contiguous shards
+    starts: tuple[int, ...] | None = None  # of packed sequences
+
+
+@dataclass(frozen=True)
+class Machine:
+    """flops: forward and backward, of one rank; copy: bytes per second of memory, read and written."""
+
+    forward_flops: float
+    backward_flops: float
+    copy: float
+    fabric: Fabric
+    inside: Fabric | None
+    node: int = 8
+    call: float = 10e-6  # seconds to start a kernel
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one rank, the busiest. Times in seconds, sizes in bytes; forward and backward."""
+
+    method: str
+    ulysses: int  # ranks that share heads out; 1: none
+    seconds: tuple[float, float]
+    compute: tuple[float, float]
+    sent: tuple[float, float]
+    memory: tuple[float, float]  # beyond the shards of q, k, v, o and their gradients
+    blocks: int  # how many other ranks' keys are seen
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that would hide all messages of the forward under its work."""
+        return self.sent[0] / self.compute[0] if self.compute[0] else math.inf
+
+
+# ---- The model -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one shard: of queries, of keys and values, of float32 gradients of those."""
+
+    q: float
+    o: float
+    kv: float
+    dkv: float
+    rows: int
+
+
+def _sizes(task: Task, rows: int, keys: int) -> _Sizes:
+    e, b = BYTES[task.dtype], task.batch
+    wide = b * keys * task.key_heads * (task.head_dim + task.value_dim)
+    q, o = (b * rows * task.heads * n * e for n in (task.head_dim, task.value_dim))
+    return _Sizes(q, o, wide * e, wide * 4, rows)
+
+
+def _sample(ranks: int) -> list[int]:
+    return sorted({0, ranks // 4, ranks // 2, ranks - 1} if ranks > 16 else range(ranks))
+
+
+@functools.lru_cache(maxsize=256)
+def _work(task: Task) -> tuple[float, int, int, int]:
+    """Of the busiest rank: pairs of a query and a key that see each other, other ranks' shards that it sees; and the
+    largest shard of queries and of keys. Of many ranks a few are looked at."""
+    q = pieces_of(task.shards, task.tokens, task.ranks, task.lengths, task.starts)
+    k = [on_stride(pieces, task.stride)[0] for pieces in q]
+    starts = task.starts or (0, task.tokens)
+    lengths = [b - a for a, b in itertools.pairwise(starts)]
+    some = _sample(task.ranks)
+    pairs = max(visible_keys(q[r], lengths, task.band, task.stride, 0) for r in some)
+    blocks = max(sum(_sees(q[r], k[s], task.band) for s in range(task.ranks) if s != r) for r in some)
+    return pairs, blocks, max(map(size, q)), max(map(size, k))
+
+
+def _sees(q: Pieces, k: Pieces, band: Band) -> bool:
+    return needs(q, k, band, 0)
+
+
+def _transfer(machine: Machine, amount: float, across: bool) -> float:
+    fabric = machine.fabric if across or machine.inside is None else machine.inside
+    return fabric.latency + amount / fabric.bytes_per_second
+
+
+def cost(task: Task, method: str, machine: Machine) -> Cost:
+    pairs, blocks, rows, keys = _work(task)
+    size = _sizes(task, rows, keys)
+    team = ulysses_ranks(method, task.ranks, task.key_heads)
+    ring = task.ranks // team
+    if team > 1:
+        blocks = min(blocks, ring - 1) if ring > 1 else 0
+    heads = math.ceil(task.key_heads / team) * team / task.key_heads  # heads that cannot be shared out evenly
+    wide = task.batch * task.heads * pairs * heads
+    work = [2 * (task.head_dim + task.value_dim) * wide, 2 * (3 * task.head_dim + 2 * task.value_dim) * wide]
+    compute = [work[0] / machine.forward_flops, work[1] / machine.backward_flops]
+    parts = blocks + 1 if method != "all_gather" else 1
+    partial = size.rows * task.batch * task.heads * task.value_dim * 4
+    if method != "all_gather":
+        compute[0] += blocks * 3 * partial / machine.copy  # merging
+        compute[1] += blocks * 3 * size.dkv / machine.copy  # adding up
+    compute = [c + parts * machine.call for c in compute]
+
+    swap = (team - 1) / team
+    exchanged = [swap * (size.q + size.kv + size.o), swap * (size.o + size.q + size.kv)]
+    travelled = [blocks * size.kv, blocks * (size.kv + size.dkv)]
+    across = task.ranks > machine.node and machine.inside is not None
+    team_across = team > machine.node and machine.inside is not None
+    a2a = [2 * _transfer(machine, x / 2, team_across) + 2 * x / machine.copy if team > 1 else 0.0 for x in exchanged]
+    overlaps = (machine.fabric if across or machine.inside is None else machine.inside).overlaps
+    moved = [_travel(machine, method, c, blocks, t, across, overlaps) for c, t in zip(compute, travelled, strict=True)]
+    if method != "all_gather" and blocks:
+        moved[1] += _transfer(machine, size.dkv, across)  # the last gradients go home
+    memory = _memory(task, method, size, partial, blocks, team)
+    return Cost(
+        method, team, tuple(m + x for m, x in zip(moved, a2a, strict=True)), tuple(compute),
+        tuple(t + x for t, x in zip(travelled, exchanged, strict=True)), memory, blocks,
+    )  # fmt: skip
+
+
+def _travel(
+    machine: Machine, method: str, compute: float, blocks: int, amount: float, across: bool, overlaps: bool
+) -> float:
+    """Work and the messages of K and V together."""
+    if not blocks:
+        return compute
+    if method == "all_gather":
+        return compute + _transfer(machine, amount, across) + 2 * amount / machine.copy
+    step, message = compute / (blocks + 1), _transfer(machine, amount / blocks, across)
+    return step + blocks * (max(step, message) if overlaps else step + message)
+
+
+def _memory(task: Task, method: str, size: _Sizes, partial: float, blocks: int, team: int) -> tuple[float, float]:
+    swapped = (size.q + size.kv + size.o) if team > 1 else 0.0
+    gradients = size.dkv + partial * task.head_dim / task.value_dim  # float32 sums of dk, dv and dq
+    if method == "all_gather":
+        return 2 * (blocks + 1) * size.kv, 2 * (blocks + 1) * (size.kv + size.dkv) + gradients
+    flying = min(blocks, 2)
+    merging = 2 * partial if blocks else 0.0
+    return swapped + flying * size.kv + merging, swapped + flying * (size.kv + size.dkv) + gradients
+
+
+# ---- Numbers that were measured --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4)
+def table(path: str | None = None) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(Path(path or TABLE).read_text()))
+
+
+def machine_of(device: str, dtype: str, head_dim: int, fabric: str, node: int = 8, path: str | None = None) -> Machine:
+    """A device of the table, and a fabric of FABRICS or of the table."""
+    known = table(path)
+    if device not in known["devices"]:
+        raise ValueError(f"device: is {device!r}, expected one of {', '.join(known['devices'])}")
+    numbers = known["devices"][device]
+    rates = numbers["tflops"].get(dtype) or next(iter(numbers["tflops"].values()))
+    near = min(rates, key=lambda d: abs(int(d) - head_dim))
+    return Machine(
+        rates[near][0] * 1e12, rates[near][1] * 1e12, numbers["copy_gb_per_s"] * 1e9, *fabric_of(fabric, path), node,
+        numbers["call_us"] * 1e-6,
+    )  # fmt: skip
+
+
+def fabric_of(name: str, path: str | None = None) -> tuple[Fabric, Fabric | None]:
+    fabrics = {**FABRICS}
+    for key, numbers in table(path).get("fabrics", {}).items():
+        fabrics[key] = replace(
+            fabrics[key], bytes_per_second=numbers["gb_per_s"] * 1e9, latency=numbers["latency_us"] * 1e-6
+        )
+    if name not in fabrics:
+        raise ValueError(f"fabric: is {name!r}, expected one of {', '.join(fabrics)}")
+    inside = fabrics[name].inside
+    return fabrics[name], fabrics[inside] if inside else None
+
+
+def costs(task: Task, machine: Machine) -> list[Cost]:
+    """All methods that can do it, the quickest first: forward and backward together."""
+    found = []
+    for method in METHODS:
+        if method == "ulysses" and task.ranks > task.key_heads:
+            continue
+        if method == "ulysses_ring" and ulysses_ranks(method, task.ranks, task.key_heads) in (1, task.ranks):
+            continue  # that is the ring, or Ulysses
+        found.append(cost(task, method, machine))
+    return sorted(found, key=lambda c: sum(c.seconds))
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(task: Task, device: str, fabric: str) -> str:
+    return costs(task, machine_of(device, task.dtype, task.head_dim, fabric))[0].method
+
+
+def choose(
+    q: torch.Tensor, v: torch.Tensor, key_heads: int, shards: str, rows: tuple[int, ...], keys: tuple[int, ...],
+    starts: tuple[int, ...] | None, band: Band, stride: int, fabric: str,
+) -> str:  # fmt: skip
+    """From what all ranks know alike, so that all of them choose the same."""
+    if rows != keys:  # the model is one of self-attention
+        return "ring"
+    cuda = q.device.type == "cuda"
+    if fabric == "auto":
+        fabric = ("nvlink" if len(rows) <= 8 else "infiniband") if cuda else "loopback"
+    task = Task(
+        len(rows), sum(rows), q.shape[1], key_heads, q.shape[3], v.shape[3], _NAMES[q.dtype], q.shape[0], shards, band,
+        stride, rows if shards == "contiguous" else None, starts,
+    )  # fmt: skip
+    return _choose(task, "h200" if cuda else "cpu", fabric)
