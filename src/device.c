@@ -113,7 +113,7 @@ static atomic_int threads_set;
 
 void heed_set_threads(int threads) { atomic_store(&threads_set, HEED_MAX(threads, 0)); }
 
-static int threads_for(const heed_exec *x)
+int heed_threads_of(const heed_exec *x)
 {
 #ifdef _OPENMP
     if (omp_in_parallel())
@@ -139,7 +139,7 @@ heed_status heed_device_of(const heed_exec *x, heed_device *d)
     }
     *d = this_machine()->cpu;
     d->backend = x->backend;
-    d->threads = threads_for(x);
+    d->threads = heed_threads_of(x);
     return HEED_OK;
 }
 
@@ -198,7 +198,7 @@ heed_status heed_device_named(const char *chip, const heed_exec *x, heed_device 
         d->backend = HEED_REFERENCE;
     d->isa = (heed_isa)c->isa_or_arch;
     d->units = this_machine()->cpu.units;
-    d->threads = threads_for(x);
+    d->threads = heed_threads_of(x);
     return HEED_OK;
 }
 

@@ -16,16 +16,20 @@ static const char *forced_kernel(const heed_exec *x, const heed_problem *p)
     return name;
 }
 
-static heed_status plan_call(const heed_attention *a, const heed_gradient *g, const heed_exec *x, heed_problem *p,
-                             heed_plan *plan)
+/* *call: one of this thread's recent ones where this repeats it, else made. */
+static heed_status plan_call(const heed_attention *a, const heed_gradient *g, const heed_exec *x, heed_call *made,
+                             heed_call **call)
 {
     heed_device d;
     heed_status s;
-    if ((s = heed_check(a, g, x, 0, p)))
+    if ((*call = heed_recall(a, g, x)))
+        return HEED_OK;
+    *call = made;
+    if ((s = heed_check(a, g, x, 0, &made->problem)) || (s = heed_device_of(x, &d)) ||
+        (s = heed_choose(&made->problem, &d, forced_kernel(x, &made->problem), &made->plan, NULL)))
         return s;
-    if ((s = heed_device_of(x, &d)))
-        return s;
-    return heed_choose(p, &d, forced_kernel(x, p), plan, NULL);
+    heed_remember(a, g, x, made);
+    return HEED_OK;
 }
 
 static heed_status check_workspace(const heed_plan *plan, const heed_exec *x)
@@ -64,16 +68,13 @@ static heed_status read_host_memory(heed_problem *p)
 
 static heed_status run(const heed_attention *a, const heed_gradient *g, const heed_exec *x)
 {
-    heed_problem p;
-    heed_plan plan;
+    heed_call made, *call;
     heed_status s;
-    if ((s = plan_call(a, g, x, &p, &plan)))
+    if ((s = plan_call(a, g, x, &made, &call)) || (s = check_workspace(&call->plan, x)))
         return s;
-    if ((s = check_workspace(&plan, x)))
+    if (x->backend != HEED_CUDA && (s = read_host_memory(&call->problem)))
         return s;
-    if (x->backend != HEED_CUDA && (s = read_host_memory(&p)))
-        return s;
-    return has_results(&p) ? plan.kernel->launch(&p, &plan, x) : HEED_OK;
+    return has_results(&call->problem) ? call->plan.kernel->launch(&call->problem, &call->plan, x) : HEED_OK;
 }
 
 heed_status heed_forward(const heed_attention *a, const heed_exec *x) { return run(a, NULL, x); }
@@ -87,14 +88,13 @@ heed_status heed_backward(const heed_attention *a, const heed_gradient *g, const
 
 heed_status heed_workspace_size(const heed_attention *a, const heed_gradient *g, const heed_exec *x, size_t *bytes)
 {
-    heed_problem p;
-    heed_plan plan;
+    heed_call made, *call;
     heed_status s;
     if (!bytes)
         return heed_fail(HEED_BAD_ARGUMENT, "bytes: is NULL");
-    if ((s = plan_call(a, g, x, &p, &plan)))
+    if ((s = plan_call(a, g, x, &made, &call)))
         return s;
-    *bytes = plan.workspace_bytes;
+    *bytes = call->plan.workspace_bytes;
     return HEED_OK;
 }
 

@@ -129,6 +129,7 @@ typedef struct heed_device {
 
 heed_status heed_device_of(const heed_exec *x, heed_device *d);                      /* the one the call would run on */
 heed_status heed_device_named(const char *chip, const heed_exec *x, heed_device *d); /* one that need not be here */
+int heed_threads_of(const heed_exec *x); /* CPU: that a call may use now */
 const char *heed_isa_name(heed_isa isa);
 const char *heed_kernel_of_environment(void); /* HEED_KERNEL as it stood at the first call; NULL: unset */
 
@@ -184,6 +185,17 @@ typedef struct heed_text {
     char *data;
     size_t size, length;
 } heed_text;
+
+/* A call that has been checked and planned. */
+typedef struct heed_call {
+    heed_problem problem;
+    heed_plan plan;
+} heed_call;
+
+/* The earlier call of this thread that this one repeats with other addresses, which have been put in: valid until the
+ * next. NULL: there is none. A call that was planned in full is then remembered. */
+heed_call *heed_recall(const heed_attention *a, const heed_gradient *g, const heed_exec *x);
+void heed_remember(const heed_attention *a, const heed_gradient *g, const heed_exec *x, const heed_call *call);
 
 /* The first row that fits. Pure. Where why is not NULL, a line for each row considered goes to it. */
 heed_status heed_choose(const heed_problem *p, const heed_device *d, const char *forced, heed_plan *plan,
