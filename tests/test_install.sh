@@ -17,7 +17,9 @@ expect() { # expect <what> <wanted> <got>
 for file in include/heed.h bin/heed share/man/man1/heed.1; do
     [ -s "$prefix/$file" ] || { echo "$file was not installed" >&2; exit 1; }
 done
-expect "installed headers" "heed.h" "$(ls "$prefix/include")"
+headers=heed.h
+if [ -e "$build/mpi" ]; then headers="heed.h heed_mpi.h"; fi
+expect "installed headers" "$headers" "$(ls "$prefix/include" | paste -sd' ')"
 
 lib=$(dirname "$(find "$prefix" -name libheed.so)")
 version=$(sed -n 's/^#define HEED_VERSION_\(MAJOR\|MINOR\|PATCH\) //p' "$prefix/include/heed.h" | paste -sd.)
@@ -39,6 +41,23 @@ cmake -G Ninja -S "$source/examples/c_find_package" -B "$scratch/find_package" -
     -DCMAKE_BUILD_TYPE=Release >"$scratch/find_package.log"
 cmake --build "$scratch/find_package" >>"$scratch/find_package.log"
 expect "find_package example" "heed $version: 1.330238 2.203336" "$("$scratch/find_package/example")"
+
+if [ -e "$build/mpi" ]; then
+    cmake -G Ninja -S "$source/examples/c_mpi" -B "$scratch/mpi" -DCMAKE_PREFIX_PATH="$prefix" \
+        -DCMAKE_BUILD_TYPE=Release >"$scratch/mpi.log"
+    cmake --build "$scratch/mpi" >>"$scratch/mpi.log"
+    OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_plm=isolated \
+        OMPI_MCA_btl=self,vader OMPI_MCA_btl_vader_single_copy_mechanism=none OMP_NUM_THREADS=1 \
+        mpirun -n 3 "$scratch/mpi/example" >"$scratch/mpi.out"
+    expect "MPI example" "row 1000 of 3000, on rank 2: 500.00" "$(cat "$scratch/mpi.out")"
+    flags=$(PKG_CONFIG_PATH=$lib/pkgconfig pkg-config --cflags --libs heed_mpi)
+    # shellcheck disable=SC2086 # words, not one name
+    mpicc "$source/examples/c_mpi/example.c" -o "$scratch/mpi/by_pkg_config" $flags
+    if objdump -p "$lib/libheed.so" | grep 'NEEDED.*mpi' >&2; then
+        echo "libheed is linked with MPI" >&2
+        exit 1
+    fi
+fi
 
 cp -r "$source/examples/c_pkg_config" "$scratch/pkg_config"
 PKG_CONFIG_PATH=$lib/pkgconfig make -s -C "$scratch/pkg_config"

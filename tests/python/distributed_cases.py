@@ -211,6 +211,32 @@ def trace(group: Any, path: str) -> list[tuple[str, str]]:
     return [(e.kind, e.name) for e in sorted(r.events, key=lambda e: e.begin)]
 
 
+def peak_memory(group: Any, method: str, tokens: int) -> tuple[int, int]:
+    """Bytes beyond the shards and results, forward and backward, at the worst moment."""
+    tensors = problem(tokens, dim=64, dtype=torch.bfloat16, batch=1)[:4]
+    q, k, v, do = (hd.shard(t, 2, group=group, shards="zigzag").requires_grad_() for t in tensors)
+    del tensors
+    peaks = []
+
+    def measured(work: Any) -> Any:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = work()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        return result
+
+    for _ in range(2):  # the first time buys workspace
+        peaks.clear()
+        o = measured(lambda: hd.attention(q, k, v, group=group, method=method, shards="zigzag", causal=True))
+        grads = measured(lambda o=o: torch.autograd.grad(o, (q, k, v), do))
+        size = lambda *ts: sum(t.numel() * t.element_size() for t in ts)
+        peaks[0] -= size(o)
+        peaks[1] -= size(*grads)
+    return peaks[0], peaks[1]
+
+
 # ---- Faults ----------------------------------------------------------------------------------------------------------
 
 

@@ -134,6 +134,17 @@ def test_messages_are_under_way_while_it_computes(ranks: Ranks, tmp_path: Any) -
         assert {e["cat"] for e in saved} == {"send", "receive", "compute", "wait"}
 
 
+def test_memory_is_two_blocks_and_the_results(ranks: Ranks, device: str) -> None:
+    if device != "cuda":
+        pytest.skip("only PyTorch's allocator for GPUs counts")
+    tokens = 32768
+    task = _plan.Task(4, tokens, HEADS, KEY_HEADS, 64, 64, "bf16", 1)
+    said = _plan.cost(task, "ring", _plan.machine_of("h200", "bf16", 64, "nvlink")).memory
+    for got in ranks.run("peak_memory", "ring", tokens, ranks=4):
+        print(f"said {said}, got {got}")
+        assert got[0] <= 1.25 * said[0] and got[1] <= 1.25 * said[1]
+
+
 # ---- The ecosystem ---------------------------------------------------------------------------------------------------
 
 
