@@ -114,44 +114,6 @@ static void clear_keys(void *context, int64_t index, int thread)
         write_rows(&d_v, 0, s.padded_keys, NULL, 0, 0);
 }
 
-/* Heads of one block of keys come from far away in memory, one after another, and what the processor prefetches by itself
- * stops where a head ends. So head number `head`, the next one of this thread, is asked for while this one is computed:
- * 4% for fp32 at (2,16,256,64). Heads of less than NEXT_BYTES of K and V lose by it. */
-#define NEXT_BYTES (1 << 16)
-
-static void look_ahead(backward_block *b, int64_t head)
-{
-    const heed_problem *p = b->x->j.p;
-    const heed_gradient *g = &p->g;
-    b->nexts = 0;
-    int64_t bytes = p->Sk * (p->D + p->Dv) * (p->a.k.dtype == HEED_F32 ? 4 : 2);
-    if (head >= p->B * p->Hk || b->x->f.key_blocks > 1 || p->page || bytes < NEXT_BYTES)
-        return;
-    heed_span_of(p, head / p->Hk, &b->next_span);
-    int64_t hk = head % p->Hk;
-    const heed_tensor *of_rows[] = { &p->a.q, &g->d_o, &g->d_q }, *of_keys[] = { &p->a.k, &p->a.v, &g->d_k, &g->d_v };
-    for (int i = 0; i < 3; i++)
-        if (of_rows[i]->data)
-            b->next[b->nexts++] = rows_of(p, &b->next_span, of_rows[i], hk * p->G, of_rows[i]->shape[3]);
-    for (int i = 0; i < 4; i++)
-        if (of_keys[i]->data)
-            b->next[b->nexts++] = keys_of(p, &b->next_span, of_keys[i], hk, of_keys[i]->shape[3]);
-}
-
-static void prefetch_next(const backward_block *b, int64_t first, int64_t last)
-{
-    last = HEED_MIN(last, HEED_MIN(b->next_span.rows, b->next_span.keys));
-    for (int i = 0; i < b->nexts; i++) {
-        int64_t step = b->next[i].step, bytes = b->next[i].dim * (b->next[i].t->dtype == HEED_F32 ? 4 : 2);
-        const char *row = b->next[i].base + first * step, *end = b->next[i].base + last * step;
-        if (step == bytes)
-            step = bytes = end - row;
-        for (; row < end; row += step)
-            for (int64_t c = 0; c < bytes; c += 64)
-                __builtin_prefetch(row + c, 0, 2);
-    }
-}
-
 /* Where the sums of a result are kept: the result's own rows, or `room`. */
 static float *sums_at(const source *to, int64_t first, int in_place, float *room, int64_t width, int64_t *ld)
 {
@@ -174,12 +136,8 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
                         at_bytes(&x->j, x->f.dq) + row_index(x, &b->span, b->h, b->i0) * x->f.wide, x->f.wide,
                         &b->ld_dq);
     if (!careful) {
-        for (int64_t t = 0; t < b->tiles; t++) {
+        for (int64_t t = 0; t < b->tiles; t++)
             score_rows(b, t, NULL);
-            if (b->nexts && b->h == (b->hk + 1) * p->G - 1)
-                prefetch_next(b, b->i0 + tile_begin(b->rows, b->tiles, t),
-                              b->i0 + tile_begin(b->rows, b->tiles, t + 1));
-        }
         add_to_keys(b);
     }
     while (atomic_load_explicit(turn, memory_order_acquire) != key_block)
@@ -196,15 +154,63 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
         write_rows(&d_q, b->i0, b->rows, b->dQ, b->ld_dq, p->g.accumulate);
 }
 
+/* The item of work `index`. One thread takes head after head, which keeps Q and dO of a head in the cache. Several start
+ * on different heads, so that they seldom wait for each other. Either way the blocks of a head come in ascending order. */
+static int64_t item_at(const backward_run *x, int64_t index, int64_t *key_block)
+{
+    int64_t heads = x->j.p->B * x->j.p->Hk, several = x->j.plan->threads > 1;
+    *key_block = several ? index / heads : index % x->f.key_blocks;
+    return several ? index % heads : index / x->f.key_blocks;
+}
+
+/* From one block of rows to the next that may see the block of keys, over all query heads of the group; 0 when there is
+ * none. The first is that after block -1. */
+static int next_block(const backward_run *x, const heed_span *s, int64_t hk, int64_t key_block, int64_t *h,
+                      int64_t *block)
+{
+    do {
+        if (++*block * x->f.block >= s->rows)
+            *block = 0, ++*h;
+        if (*h == (hk + 1) * x->j.p->G || !s->rows)
+            return 0;
+    } while (key_block < bounds_of(x, s, *block)->first || key_block > bounds_of(x, s, *block)->last);
+    return 1;
+}
+
+/* What comes after this block of rows: block `block` of query head h, or with the next item of work its keys and first
+ * block. */
+static void look_further(backward_block *b, int more, int64_t h, int64_t block, int64_t index)
+{
+    const backward_run *x = b->x;
+    const heed_problem *p = x->j.p;
+    const heed_gradient *g = &p->g;
+    heed_span s = b->span;
+    b->next.count = 0;
+    if (!x->f.asks || (!more && index >= p->B * p->Hk * x->f.key_blocks))
+        return;
+    if (!more) {
+        int64_t key_block, head = item_at(x, index, &key_block), hk = head % p->Hk;
+        heed_span_of(p, head / p->Hk, &s);
+        int64_t n0 = key_block * x->f.key_block, n1 = HEED_MIN(n0 + x->f.key_block, s.keys);
+        ask_for(&b->next, keys_of(p, &s, &p->a.k, hk, p->D), n0, n1);
+        ask_for(&b->next, keys_of(p, &s, &p->a.v, hk, p->Dv), n0, n1);
+        ask_for(&b->next, keys_of(p, &s, &g->d_k, hk, p->D), n0, n1);
+        ask_for(&b->next, keys_of(p, &s, &g->d_v, hk, p->Dv), n0, n1);
+        h = hk * p->G, block = -1;
+        more = next_block(x, &s, hk, key_block, &h, &block);
+    }
+    int64_t i0 = block * x->f.block, i1 = more ? HEED_MIN(i0 + x->f.block, s.rows) : i0;
+    ask_for(&b->next, rows_of(p, &s, &p->a.q, h, p->D), i0, i1);
+    ask_for(&b->next, rows_of(p, &s, &g->d_o, h, p->Dv), i0, i1);
+    ask_for(&b->next, rows_of(p, &s, &g->d_q, h, p->D), i0, i1);
+    ask_in(&b->next, (b->rows + PER_UNIT - 1) / PER_UNIT);
+}
+
 static void backward_keys(void *context, int64_t index, int thread)
 {
     const backward_run *x = context;
     const heed_problem *p = x->j.p;
-    /* One thread takes head after head, which keeps Q and dO of a head in the cache. Several start on different heads,
-     * so that they seldom wait for each other. Either way the blocks of a head come in ascending order. */
-    int64_t heads = p->B * p->Hk, several = x->j.plan->threads > 1;
-    int64_t head = several ? index % heads : index / x->f.key_blocks;
-    int64_t key_block = several ? index / heads : index % x->f.key_blocks;
+    int64_t key_block, head = item_at(x, index, &key_block);
     backward_block b;
     heed_span_of(p, head / p->Hk, &b.span);
     b.hk = head % p->Hk;
@@ -213,19 +219,18 @@ static void backward_keys(void *context, int64_t index, int thread)
         return;
     block_of_thread(&b, x, thread);
     load_keys(&b, n0, n1);
-    look_ahead(&b, head + x->j.plan->threads);
     source d_k = keys_of(p, &b.span, &p->g.d_k, b.hk, p->D), d_v = keys_of(p, &b.span, &p->g.d_v, b.hk, p->Dv);
     b.dK = sums_at(&d_k, n0, x->f.dk_in_place, b.dKs, x->f.wide, &b.ld_dk);
     b.dV = sums_at(&d_v, n0, x->f.dv_in_place, b.dVs, x->f.wide_v, &b.ld_dv);
     b.met = 0;
-    for (int64_t h = b.hk * p->G; h < (b.hk + 1) * p->G; h++)
-        for (int64_t block = 0; block * x->f.block < b.span.rows; block++) {
-            row_bounds bounds = *bounds_of(x, &b.span, block);
-            if (key_block < bounds.first || key_block > bounds.last)
-                continue;
-            load_rows(&b, h, block * x->f.block);
-            meet(&b, block, bounds, key_block);
-        }
+    int64_t next_h = b.hk * p->G, next = -1;
+    for (int more = next_block(x, &b.span, b.hk, key_block, &next_h, &next); more;) {
+        int64_t h = next_h, block = next;
+        load_rows(&b, h, block * x->f.block);
+        more = next_block(x, &b.span, b.hk, key_block, &next_h, &next);
+        look_further(&b, more, next_h, next, index + x->j.plan->threads);
+        meet(&b, block, *bounds_of(x, &b.span, block), key_block);
+    }
     if (!b.met)
         clear_key_sums(&b, 0, n1 - n0);
     if (p->g.d_k.data && !x->f.dk_in_place)

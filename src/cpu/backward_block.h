@@ -11,7 +11,7 @@
 typedef struct backward_layout {
     int64_t keys, key_block, key_blocks;
     int64_t block, row_blocks; /* rows in a block: a whole sequence, or BQ, whatever else is in the batch; even */
-    int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place;
+    int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place, asks;
     int64_t ldq, ldv;            /* units in a row of Q; of dO */
     int64_t wide, wide_v;        /* columns of D and Dv, padded */
     int64_t rows, blocks;        /* of all sequences, which lie end to end also where they are padded */
@@ -51,6 +51,8 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.dq_in_place = sums_in_place && p->g.d_q.data && usable_in_place(p, &p->g.d_q, p->D);
     f.dk_in_place = sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D);
     f.dv_in_place = sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv);
+    const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->g.d_o, &p->g.d_q, &p->g.d_k, &p->g.d_v };
+    f.asks = worth_asking(tensors, 7);
     f.wide = round_up(p->D, W), f.wide_v = round_up(p->Dv, W);
     f.ldq = units_of(p->D) + W, f.ldv = units_of(p->Dv) + W;
 
@@ -90,10 +92,8 @@ typedef struct backward_block {
     int64_t hk, n0, n1; /* keys */
     int64_t h, i0, rows, tiles;
     int finite, keys_finite;
-    int met; /* dK and dV hold sums already */
-    heed_span next_span;
-    source next[7]; /* what the next head reads and writes */
-    int nexts;      /* how many of them there are */
+    int met;    /* dK and dV hold sums already */
+    ahead next; /* a step for each row, or pair of rows */
     query row[BQ];
     float lse[BQ], delta[BQ];
     left Q, dO;
@@ -127,7 +127,7 @@ static void block_of_thread(backward_block *b, const backward_run *x, int thread
     size_t at[] = { f->kt, f->vt, f->ks, f->dk, f->dv, f->q, f->d_o, f->qs, f->dos, f->p, f->ds, f->pz, f->dsz };
     float **to[] = { &b->Kt, &b->Vt,  &b->Ks, &b->dKs, &b->dVs, &b->Qu, &b->dOu,
                      &b->Qs, &b->dOs, &b->P,  &b->dS,  &b->Pz,  &b->dSz };
-    b->x = x;
+    b->x = x, b->next.count = 0;
     for (size_t i = 0; i < sizeof at / sizeof *at; i++)
         *to[i] = (float *)(void *)(scratch + at[i]);
 }
@@ -326,6 +326,7 @@ static void score_rows(backward_block *b, int64_t t, float *bias)
     int plain = from < to && whole && !j->changes && !p->drop_below && !bias;
     for (int64_t r = r0; r < r0 + rows; r += PER_UNIT) {
         int64_t n = HEED_MIN(PER_UNIT, r0 + rows - r);
+        ask(&b->next);
 #if HEED_DOT
         if (plain) {
             n == 2 ? gradient_units(b, r, 2, from, to) : gradient_units(b, r, 1, from, to);

@@ -1,289 +1,4 @@
-/* Forward attention on the CPU. The rows of all query heads that share a key head are one long list, cut into blocks of
- * BR; a block walks over its keys, BC at a time, and a block of keys stays in the cache while tile after tile of rows
- * (at most MR of them) goes through
- *
- *     S = Q K^T        K packed once for each head into panels (pack.h)
- *     P = 2^(c (S - m'))     m' the row's maximum so far, c = s_scale log2(e)
- *     O = 2^(c (m - m')) O + P V
- *
- * Blocks of keys begin at multiples of BC whatever the block of rows, and a key that a row does not see adds an exact
- * zero: so a row's bits depend neither on its neighbours nor on the threads.
- *
- * Few rows against many keys (a step of decoding) would leave threads idle and K packed for nothing. Where a sequence has
- * at most SPLIT_ROWS rows its keys are cut into chunks of CHUNK, each an item of work with a result of its own, merged in
- * order; and with at most DIRECT_ROWS rows K is not packed: each key is read once, where it lies, for all rows. Each
- * sequence is judged by itself, so that its bits do not depend on the others. */
-
-#define BR (140 / MR * MR)
-#define SPLIT_ROWS 64
-#define CHUNK 1024
-#define MAX_ROWS (BR > SPLIT_ROWS ? BR : SPLIT_ROWS)
-
-/* Where things are in the workspace, in bytes. */
-typedef struct forward_layout {
-    int64_t rows, keys;        /* of one key head, at most: G * Sq rows, and keys after the stride */
-    int64_t row_blocks, block; /* block: rows in a block, BR at most */
-    int64_t splits, slots;     /* chunks of the keys, at most; results of chunks for each key head, in all */
-    int64_t ldq, ldo;          /* floats from row to row of Q and O */
-    int all_direct, v_in_place, by_head;
-    size_t panels, panels_stride;   /* K of one head; [threads] when by_head, else [B * Hk] */
-    size_t values, values_stride;   /* V of one head, likewise, unless it is used in place */
-    size_t scratch, scratch_stride; /* of one thread */
-    size_t q, s, o;                 /* inside scratch */
-    size_t results, results_stride; /* O, m, l of one chunk: [Hk][slots] */
-    size_t bytes;
-} forward_layout;
-
-static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *plan)
-{
-    forward_layout f = { .rows = p->G * p->Sq, .keys = p->Sk, .splits = 1 };
-    int64_t heads = p->B * p->Hk;
-    if (p->a.align != HEED_ALIGN_POSITION)
-        f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
-    if (f.rows <= SPLIT_ROWS || p->a.lengths_q || p->a.offsets_q)
-        f.splits = HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK);
-    f.slots = p->a.offsets_k ? 2 * p->a.k.shape[2] / CHUNK + 1 : p->B * f.splits;
-    f.row_blocks = HEED_MAX(1, (f.rows + BR - 1) / BR);
-    f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
-    if (f.row_blocks > 1)
-        f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
-    f.all_direct = f.rows <= DIRECT_ROWS;
-    f.v_in_place = usable_in_place(p, &p->a.v, p->Dv);
-    f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
-    f.ldq = HEED_MAX(units_of(p->D), round_up(p->D, W)) + W;
-    f.ldo = round_up(p->Dv, W) + W;
-
-    size_t used = 0, inside = 0;
-    int64_t copies = f.by_head ? HEED_MIN(heads, plan->threads) : heads;
-    f.panels_stride = f.values_stride = 0;
-    if (!f.all_direct)
-        take(&f.panels_stride, panels_size(f.keys, p->D));
-    if (!f.v_in_place && !f.all_direct)
-        take(&f.values_stride, (f.keys + PER_UNIT - 1) / PER_UNIT * round_up(p->Dv, W));
-    f.panels = used, used += f.panels_stride * (size_t)copies;
-    f.values = used, used += f.values_stride * (size_t)copies;
-
-    f.q = take(&inside, f.block * f.ldq);
-    f.s = take(&inside, HEED_MAX(MR, DIRECT_ROWS) * LDS);
-    f.o = take(&inside, f.block * f.ldo);
-    f.scratch = used, f.scratch_stride = inside;
-    used += inside * (size_t)plan->threads;
-
-    if (f.splits > 1) {
-        take(&f.results_stride, HEED_MIN(f.rows, SPLIT_ROWS) * (f.ldo + 2));
-        f.results = used, used += f.results_stride * (size_t)(p->Hk * f.slots);
-    }
-    f.bytes = used;
-    return f;
-}
-
-/* A block of rows on its way through the keys. */
-typedef struct forward_block {
-    const job *j;
-    const forward_layout *f;
-    const heed_span *span;
-    int64_t hk, rows, tiles;
-    query row[MAX_ROWS];
-    float m[MAX_ROWS + W], l[MAX_ROWS + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
-    char started[MAX_ROWS];                 /* tile: O holds something */
-    left Q;
-    float *room, *S, *O; /* room: for rows of Q that cannot be used where they lie */
-    right K, V;          /* of key 0 */
-    int is_direct;       /* few rows: direct.h */
-    direct_rows direct;
-} forward_block;
-
-/* The value of a tile operand in the form of pack.h: weight c of a row, row n of a stacked factor. */
-static inline float unit_value(const void *data, int64_t pair, int64_t half)
-{
-#if HEED_DOT
-    return heed_bf16_to_f32(((const uint16_t *)data)[2 * pair + half]);
-#else
-    return (void)half, ((const float *)data)[pair];
-#endif
-}
-
-/* O = keep O + P V for a tile in whose keys some value is not finite and that not every row sees: 0 * NaN must not be
- * added. */
-static void add_seen_values(float *O, int64_t ldo, const float *S, right V, int64_t rows, int64_t from, int64_t to,
-                            int64_t width, const float *keep)
-{
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t d = 0; d < width; d++)
-            O[r * ldo + d] = keep ? keep[r] * O[r * ldo + d] : 0;
-        for (int64_t c = from; c < to; c++) {
-            float w = unit_value(S + r * LDS, c / PER_UNIT, c % PER_UNIT);
-            for (int64_t d = 0; w != 0 && d < width; d++)
-                O[r * ldo + d] += w * unit_value(V.data, c / PER_UNIT * V.ld + d, c % PER_UNIT);
-        }
-    }
-}
-
-static int values_are_finite(const forward_block *b, int64_t first, int64_t last)
-{
-    source v = keys_of(b->j->p, b->span, &b->j->p->a.v, b->hk, b->j->p->Dv);
-    for (int64_t n = first; n < last; n++)
-        if (!row_is_finite(v.t->dtype, source_row(&v, n), v.t->stride[3], v.dim))
-            return 0;
-    return 1;
-}
-
-/* One tile of rows against one block of keys, n0 .. n1-1. *finite: whether V is so there, -1 where not known yet. */
-static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, int *finite)
-{
-    const job *j = b->j;
-    int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
-    const query *q = b->row + r0;
-    int64_t first = n1, last = n0, all_first = n0, all_last = n1; /* seen by some row, seen by all */
-    for (int64_t r = 0; r < rows; r++) {
-        first = HEED_MIN(first, q[r].first), last = HEED_MAX(last, q[r].last);
-        all_first = HEED_MAX(all_first, q[r].first), all_last = HEED_MIN(all_last, q[r].last);
-    }
-    first = HEED_MAX(first, n0), last = HEED_MIN(last, n1);
-    if (first >= last)
-        return;
-
-    int64_t from = (first - n0) / PANEL * PANEL, to = round_up(last - n0, W);
-    float *S = b->S, *O = b->O + r0 * b->f->ldo, keep[MR + W];
-    if (b->is_direct)
-        direct_scores(&b->direct, S, n0, first - n0, last - n0);
-    else
-        multiply_scores(S + from, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
-                        (right){ b->K.data + (n0 + from) / PANEL * b->K.next, b->K.ld, b->K.next }, rows,
-                        (to - from) / W, (j->p->D + PER_UNIT - 1) / PER_UNIT);
-    int whole = all_first <= n0 + from && all_last >= n0 + to; /* every row sees every column */
-    if (j->changes || !whole)
-        for (int64_t r = 0; r < rows; r++)
-            adjust_row(j, b->span, q[r], S + r * LDS, NULL, n0, from, to);
-    int as_units = HEED_DOT && !b->is_direct && !j->p->drop_below;
-    softmax_tile(S, b->m + r0, b->l + r0, keep, rows, from, to, j->changes ? LOG2E : j->s_scale * LOG2E, as_units);
-    for (int64_t r = 0; r < rows && j->p->drop_below; r++) {
-        float *s = S + r * LDS, drop[BC];
-        keep_row(j, b->span, q[r], drop, n0, from, to);
-        for (int64_t c = from; c < to; c++)
-            s[c] *= drop[c];
-        if (HEED_DOT && !b->is_direct)
-            row_to_units(s, from, to);
-    }
-
-    right V = b->V;
-    int64_t width = round_up(j->p->Dv, W), skip = (first - n0) / PER_UNIT;
-    if (!b->is_direct)
-        V.data += n0 / PER_UNIT * V.ld;
-    int odd = PER_UNIT > 1 && ((first - n0) % 2 || ((last - n0) % 2 && last < n1)); /* a pair reaches a key beyond */
-    if (j->partial && *finite < 0 && (j->changes || odd || all_first > first || all_last < last))
-        *finite = values_are_finite(b, n0, n1);
-    if (b->is_direct)
-        direct_values(&b->direct, O, b->f->ldo, S, n0, first - n0, last - n0, b->started[t] ? keep : NULL,
-                      *finite == 0);
-    else if (*finite == 0)
-        add_seen_values(O, b->f->ldo, S, V, rows, first - n0, last - n0, width, b->started[t] ? keep : NULL);
-    else
-        multiply(O, b->f->ldo, (left){ S + skip, LDS, 0 }, (right){ V.data + skip * V.ld, V.ld, V.next }, rows,
-                 width / W, (last - n0 + PER_UNIT - 1) / PER_UNIT - skip, b->started[t] ? keep : NULL);
-    b->started[t] = 1;
-}
-
-/* Normalises row r of the block, adds the sink, writes o and lse. */
-static void finish_row(const forward_block *b, int64_t r, float *O, float m, float l)
-{
-    const heed_problem *p = b->j->p;
-    const heed_attention *a = &p->a;
-    query q = b->row[r];
-    double top = (double)m * (b->j->changes ? 1 : b->j->s_scale), sum = l, lse = -INFINITY;
-    float scale = 0;
-    if (l != 0 || m != m) {
-        scale = (float)(1 / sum);
-        if (a->sink.data) {
-            double sink = ((const float *)a->sink.data)[q.h * a->sink.stride[1]], max = sink > top ? sink : top;
-            sum = sum * exp(top - max) + exp(sink - max);
-            scale = (float)(exp(top - max) / sum);
-            top = max;
-        }
-        if (a->lse.data)
-            lse = top + logf((float)sum);
-    }
-    if (scale == 0) /* nothing was seen, and O may never have been written */
-        memset(O, 0, (size_t)p->Dv * sizeof *O);
-    int64_t row = b->span->q_row + q.i, batch = b->span->q_batch;
-    char *o = (char *)a->o.data + (batch * a->o.stride[0] + q.h * a->o.stride[1] + row * a->o.stride[2]) *
-                                      (int64_t)heed_dtype_size(a->o.dtype);
-    store_row(o, a->o.dtype, a->o.stride[3], O, p->Dv, scale);
-    if (a->lse.data)
-        ((float *)a->lse.data)[batch * a->lse.stride[0] + q.h * a->lse.stride[1] + row * a->lse.stride[2]] = (float)lse;
-}
-
-/* Q of the block's rows; they may belong to several heads. The direct form multiplies by K as it is: the power of two
- * that is otherwise in K goes into Q. */
-static void query_rows(forward_block *b)
-{
-    const heed_problem *p = b->j->p;
-    const heed_tensor *t = &p->a.q;
-    source q = rows_of(p, b->span, t, b->rows ? b->row[0].h : 0, p->D);
-    b->Q = (left){ b->room, b->f->ldq, 0 };
-    if (!b->is_direct && b->rows && b->row[b->rows - 1].h == q.head) {
-        b->Q = left_rows(&q, b->row[0].i, b->row[0].i + b->rows, b->room, b->f->ldq);
-        return;
-    }
-    for (int64_t r = 0; r < b->rows; r++) {
-        float *to = b->room + r * b->f->ldq;
-        q = rows_of(p, b->span, t, b->row[r].h, p->D);
-        if (!b->is_direct) {
-            unit_row(to, &q, b->row[r].i);
-            continue;
-        }
-        load_row(to, t->dtype, source_row(&q, b->row[r].i), t->stride[3], p->D, round_up(p->D, W));
-        for (int64_t d = 0; d < p->D; d += W)
-            vec_store(to + d, vec_mul(vec_load(to + d), vec_set1(b->j->k_scale)));
-    }
-    b->direct = (direct_rows){ keys_of(p, b->span, &p->a.k, b->hk, p->D), keys_of(p, b->span, &p->a.v, b->hk, p->Dv),
-                               b->room, b->f->ldq, b->rows };
-}
-
-/* Rows [r0, r1) of key head hk against keys [n0, n1). The result stays in the block. */
-static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t n0, int64_t n1)
-{
-    const heed_problem *p = b->j->p;
-    int64_t first = n1, last = n0;
-    b->rows = r1 - r0;
-    b->tiles = b->is_direct ? 1 : tile_count(b->rows);
-    int64_t h = b->hk * p->G + (r0 ? r0 / b->span->rows : 0), i = r0 ? r0 % b->span->rows : 0;
-    for (int64_t r = 0; r < b->rows; r++, i++) {
-        if (i == b->span->rows)
-            i = 0, h++;
-        query_at(p, b->span, h, i, &b->row[r]);
-        b->m[r] = -INFINITY, b->l[r] = 0;
-        if (b->row[r].first < b->row[r].last)
-            first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
-    }
-    query_rows(b);
-    memset(b->started, 0, sizeof b->started);
-    for (int64_t n = HEED_MAX(first, n0) / BC * BC; n < HEED_MIN(last, n1); n += BC) {
-        int finite = -1;
-        for (int64_t t = 0; t < b->tiles; t++)
-            forward_tile(b, t, HEED_MAX(n, n0), HEED_MIN(n + BC, n1), &finite);
-    }
-}
-
-/* ---- The items of work ------------------------------------------------------------------------------------------ */
-
-typedef struct forward_run {
-    job j;
-    forward_layout f;
-} forward_run;
-
-static float *at_bytes(const job *j, size_t offset) { return (float *)(void *)(j->workspace + offset); }
-
-static void pack_head(const forward_run *x, const heed_span *s, int64_t hk, int64_t buffer, int64_t first, int64_t last)
-{
-    const heed_problem *p = x->j.p;
-    source k = keys_of(p, s, &p->a.k, hk, p->D), v = keys_of(p, s, &p->a.v, hk, p->Dv);
-    int64_t width = round_up(p->Dv, W);
-    pack_panels(at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), &k, first, last, x->j.k_scale);
-    if (!x->f.v_in_place)
-        pack_stacked(at_bytes(&x->j, x->f.values + x->f.values_stride * (size_t)buffer) + first / PER_UNIT * width, &v,
-                     first, last, width);
-}
+/* Forward attention on the CPU: how the blocks of forward_block.h become items of work. */
 
 static void block_start(forward_block *b, const forward_run *x, const heed_span *s, int64_t hk, int64_t buffer,
                         int thread)
@@ -292,15 +7,19 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     size_t scratch = x->f.scratch + x->f.scratch_stride * (size_t)thread;
     int64_t width = round_up(p->Dv, W);
     b->j = &x->j, b->f = &x->f, b->span = s, b->hk = hk;
+    b->after.count = 0;
     b->is_direct = s->rows * p->G <= DIRECT_ROWS;
     b->room = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
     b->O = at_bytes(&x->j, scratch + x->f.o);
-    b->K = (right){ at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer), PANEL, PANEL * units_of(p->D) };
+    b->panels = at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer);
+    b->values = at_bytes(&x->j, x->f.values + x->f.values_stride * (size_t)buffer);
+    b->packed_first = b->packed_last = 0;
+    b->K = (right){ b->panels, PANEL, PANEL * units_of(p->D) };
     if (x->f.v_in_place && s->keys) {
         source v = keys_of(p, s, &p->a.v, hk, p->Dv);
         b->V = (right){ (const float *)(const void *)source_row(&v, 0), v.spacing, PANEL };
     } else
-        b->V = (right){ at_bytes(&x->j, x->f.values + x->f.values_stride * (size_t)buffer), width, PANEL };
+        b->V = (right){ b->values, width, PANEL };
 }
 
 static void finish_block(const forward_block *b)
@@ -382,7 +101,30 @@ static void forward_unit(const forward_run *x, forward_block *b, int64_t unit)
 
 static int64_t units_of_head(const forward_run *x) { return HEED_MAX(x->f.row_blocks, x->f.splits); }
 
-/* Many heads: each is one item. It is packed, then all its rows use it while it is in the cache. */
+/* After `unit` of head `index` comes the next one, or the first of the head that this thread is likely to get. */
+static void look_ahead(forward_block *b, const forward_run *x, int64_t index, int64_t unit)
+{
+    const heed_problem *p = x->j.p;
+    heed_span s;
+    b->after.count = 0;
+    if (!x->f.asks)
+        return;
+    if (++unit == units_of_head(x))
+        unit = 0, index += x->j.plan->threads;
+    if (index >= p->B * p->Hk)
+        return;
+    heed_span_of(p, index / p->Hk, &s);
+    if (unit == 0)
+        ask_for_keys(&b->after, &x->j, &s, index % p->Hk, 0);
+    int64_t r = (x->f.row_blocks - 1 - unit) * x->f.block;
+    if (r < s.rows * p->G) { /* those of the first query head in it */
+        int64_t h = index % p->Hk * p->G + r / s.rows, i = r % s.rows, end = HEED_MIN(i + x->f.block, s.rows);
+        ask_for(&b->after, rows_of(p, &s, &p->a.q, h, p->D), i, end);
+        ask_for(&b->after, rows_of(p, &s, &p->a.o, h, p->Dv), i, end);
+    }
+}
+
+/* Many heads: each is one item. Its keys are packed when the first block of rows comes to them, and stay in the cache. */
 static void forward_head(void *context, int64_t index, int thread)
 {
     const forward_run *x = context;
@@ -390,10 +132,10 @@ static void forward_head(void *context, int64_t index, int thread)
     forward_block b;
     heed_span_of(x->j.p, index / x->j.p->Hk, &s);
     block_start(&b, x, &s, index % x->j.p->Hk, thread, thread);
-    if (!b.is_direct)
-        pack_head(x, &s, b.hk, thread, 0, s.keys);
-    for (int64_t unit = 0; unit < units_of_head(x); unit++)
+    for (int64_t unit = 0; unit < units_of_head(x); unit++) {
+        look_ahead(&b, x, index, unit);
         forward_unit(x, &b, unit);
+    }
     merge_chunks(x, &b);
 }
 
@@ -401,12 +143,13 @@ static void forward_head(void *context, int64_t index, int thread)
 static void pack_chunk(void *context, int64_t index, int thread)
 {
     const forward_run *x = context;
-    (void)thread;
     int64_t chunks = (x->f.keys + CHUNK - 1) / CHUNK, head = index / chunks, first = index % chunks * CHUNK;
     heed_span s;
+    forward_block b;
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
-    if (first < s.keys && s.rows * x->j.p->G > DIRECT_ROWS)
-        pack_head(x, &s, head % x->j.p->Hk, head, first, HEED_MIN(first + CHUNK, s.keys));
+    block_start(&b, x, &s, head % x->j.p->Hk, head, thread);
+    if (first < s.keys && !b.is_direct)
+        pack_keys(&b, first, HEED_MIN(first + CHUNK, s.keys));
 }
 
 /* ... then all units of all heads ... */
@@ -418,6 +161,7 @@ static void forward_item(void *context, int64_t index, int thread)
     int64_t head = index / units_of_head(x);
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
     block_start(&b, x, &s, head % x->j.p->Hk, head, thread);
+    b.packed_last = s.keys;
     forward_unit(x, &b, index % units_of_head(x));
 }
 

@@ -43,9 +43,9 @@ INLINE void store_weights(float *row, int64_t i, vec x, vec y, const int as_unit
 }
 
 /* Scores of a tile to weights, in place, columns [from, to) of S, multiples of 2 W and W; updates m and l and says in keep
- * by what to scale O. as_units: see row_to_units(). */
+ * by what to scale O. as_units: see row_to_units(). A step of `next` for each row. */
 static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to, float c,
-                         const int as_units)
+                         const int as_units, ahead *next)
 {
     float top[MR + W], base[MR + W];
     int64_t r = 0;
@@ -62,6 +62,7 @@ static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows
     vec factor = vec_set1(c), sum[MR + W];
     for (r = 0; r < rows; r++) {
         float *s = S + r * LDS;
+        ask(next);
         vec b = vec_set1(base[r]), sum1 = vec_zero(), sum2 = vec_zero();
         int64_t i = from;
         for (; i + W < to; i += 2 * W) {
