@@ -22,16 +22,14 @@ struct variant {
         "fp16 d" #D ": " #__VA_ARGS__, HEED_F16, D, forward_sm90_launch<__half, forward_shape<D, __VA_ARGS__>>         \
     }
 static const variant variants[] = {
-    BF16(64, 3, 112, 2, 4, 4, true, true),   BF16(64, 3, 112, 2, 4, 4, false, true),
-    BF16(64, 3, 128, 2, 4, 4, true, true),   BF16(64, 3, 96, 2, 4, 4, true, true),
-    BF16(64, 2, 128, 2, 4, 4, false, true),  BF16(64, 3, 112, 2, 4, 4, true, false),
-    BF16(96, 2, 128, 2, 2, 2, false, true),  BF16(96, 3, 96, 1, 2, 2, true, true),
-    BF16(128, 2, 128, 2, 2, 2, false, true), BF16(128, 2, 128, 2, 2, 2, true, true),
-    BF16(128, 2, 112, 2, 2, 2, false, true), BF16(128, 2, 128, 2, 2, 2, false, false),
-    BF16(192, 2, 96, 1, 2, 2, false, true),  BF16(192, 2, 64, 2, 2, 2, false, true),
-    BF16(256, 2, 64, 1, 2, 2, false, true),  BF16(256, 2, 64, 1, 2, 2, false, false),
-    F16(64, 3, 112, 2, 4, 4, true, false),   F16(128, 2, 128, 2, 2, 2, false, false),
-    F16(256, 2, 64, 1, 2, 2, false, false),
+    BF16(64, 3, 112, 2, 4, 4, true, true),  BF16(64, 3, 112, 2, 4, 4, false, true),
+    BF16(64, 3, 128, 2, 4, 4, true, true),  BF16(64, 3, 128, 2, 4, 4, false, true),
+    BF16(64, 2, 128, 2, 4, 4, false, true), BF16(64, 3, 112, 2, 4, 4, true, false),
+    BF16(96, 2, 128, 2, 2, 2, false, true), BF16(128, 2, 128, 2, 2, 2, false, true),
+    BF16(128, 2, 128, 2, 2, 2, true, true), BF16(128, 2, 128, 2, 2, 2, false, false),
+    BF16(192, 2, 96, 1, 2, 2, false, true), BF16(192, 2, 64, 2, 2, 2, false, true),
+    BF16(256, 2, 64, 1, 2, 2, false, true), F16(64, 3, 112, 2, 4, 4, true, true),
+    F16(128, 2, 128, 2, 2, 2, false, true), F16(256, 2, 64, 1, 2, 2, false, true),
 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -234,8 +234,8 @@ TEST(every_generation_gets_its_family)
         { "rtx3090", "portable", "mma portable", "mma portable" },
         { "l4", "portable", "mma portable", "mma portable" },
         { "rtx4090", "portable", "mma portable", "mma portable" },
-        { "h100", "portable", "mma portable", "mma portable" },
-        { "h200", "portable", "mma portable", "mma portable" },
+        { "h100", "portable", "sm90 mma portable", "sm90 mma portable" },
+        { "h200", "portable", "sm90 mma portable", "sm90 mma portable" },
         { "b200", "portable", "mma portable", "mma portable" },
         { "rtx5090", "portable", "mma portable", "mma portable" },
     };

@@ -130,9 +130,7 @@ __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const ti
     const int blocks = gridDim.x;
     const auto wait_closed = [&]() { wait(shared_address(&sh.closed[count % AHEAD]), count / AHEAD % 2 ^ 1); };
     const auto tell = [&]() {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            arrive(shared_address(&sh.planned[count % AHEAD]));
+        arrive(shared_address(&sh.planned[count % AHEAD]));
         count++;
     };
     int turn = 0, place = blockIdx.x;
@@ -237,6 +235,7 @@ template <class S> struct loader {
         const bool foreign = ragged && n0 + S::KEYS > w.s.keys;
         const uint32_t full = shared_address(&sh.v_full[at_v.at()]), on = foreign ? shared_address(&sh.v_landed) : full;
         wait(shared_address(&sh.v_empty[at_v.at()]), at_v.parity() ^ 1);
+        __syncwarp(); /* all lanes have read w, which may be planned anew once the last V has landed */
         if (leader) {
             arrive_expecting(on, KV_BYTES);
             load_tile<S::D, S::KEYS>(shared_address(sh.V[at_v.at()]), v, w.s.k_row + n0, w.hk, w.s.k_batch, on);

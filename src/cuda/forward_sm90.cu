@@ -1,15 +1,11 @@
 /* The rows of the Hopper forward: which shape serves which head size. */
 #include "forward_sm90.cuh"
 
-/* The maximum of the first keys will do where P has the range of a float. */
-template <class T> constexpr bool first_will_do = false;
-template <> constexpr bool first_will_do<__nv_bfloat16> = true;
-
 template <class T, int D, int GROUPS, int KEYS, int Q_STAGES, int KV_STAGES, bool TURNS>
 static heed_status run(const args &a, int units, const heed_exec *x)
 {
-    return forward_sm90_launch<
-        T, forward_shape<D, GROUPS, KEYS, Q_STAGES, KV_STAGES, KV_STAGES, TURNS, first_will_do<T>>>(a, units, x);
+    return forward_sm90_launch<T, forward_shape<D, GROUPS, KEYS, Q_STAGES, KV_STAGES, KV_STAGES, TURNS, true>>(a, units,
+                                                                                                               x);
 }
 
 template <class T> static heed_status run(const args &a, int units, const heed_exec *x)

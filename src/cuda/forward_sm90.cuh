@@ -6,9 +6,10 @@
  * over the keys from the last to the first, 64 to 128 at a time. The next S and the present O += P V are in the tensor
  * core together, and the exponentials of that S are taken under the latter.
  *
- * The maximum m only keeps the exponentials in range: any value near it gives the same result. bf16 has the range of
- * floats, so there m is taken from the first keys that a row sees and then left alone, which takes it off the critical
- * path. Should a sum overflow all the same, the tile is computed once more, with the maximum of all keys so far. */
+ * The maximum m only keeps the exponentials in range: any value near it gives the same result. So m is taken from the
+ * first keys that a row sees and then left alone, which takes it off the critical path. Should a later key be so much
+ * larger that P, a sum or O overflows (P can grow 2^127 times in bf16, 2^16 times in fp16), the tile is computed once
+ * more, with the maximum of all keys so far. */
 #ifndef HEED_CUDA_FORWARD_SM90_CUH
 #define HEED_CUDA_FORWARD_SM90_CUH
 
@@ -371,7 +372,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         for (int i = 0; i < S::V_STAGES; i++)
             barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
         for (int i = 0; i < AHEAD; i++)
-            barrier_init(shared_address(&sh.planned[i]), 1), barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS);
+            barrier_init(shared_address(&sh.planned[i]), 32),
+                barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS);
         barrier_init(shared_address(&sh.v_landed), 1);
         barrier_init_done();
         prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
