@@ -36,9 +36,7 @@ PyObject *parts_forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
     int bad = call_open(&c, p + 3) || read_positions(&c, p[2]) || call_view(&c, p[0], "o", 1, &c.a.o) ||
               call_view_rows(&c, p[1], "lse", &c.a.lse) || call_forward(&c);
     call_close(&c);
-    if (bad)
-        return NULL;
-    Py_RETURN_NONE;
+    return bad ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *parts_backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
@@ -57,9 +55,7 @@ PyObject *parts_backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
     c.a.o = c.g.d_o; /* heed.h: with delta given, o is not read; it still says what do's type and shape have to be */
     bad = bad || call_backward(&c);
     call_close(&c);
-    if (bad)
-        return NULL;
-    Py_RETURN_NONE;
+    return bad ? NULL : Py_NewRef(Py_None);
 }
 
 /* For what has rows but no keys: o stands for q. */
@@ -81,9 +77,7 @@ static int open_rows(call *c, PyObject *o, heed_tensor *to)
 static PyObject *close_rows(call *c, int bad)
 {
     call_close(c);
-    if (bad)
-        return NULL;
-    Py_RETURN_NONE;
+    return bad ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *parts_merge(PyObject *module, PyObject *const *p, Py_ssize_t n)
