@@ -178,12 +178,12 @@ def same_bits(group: Any) -> list[bool]:
 
 
 def back_together(group: Any) -> bool:
-    t = torch.arange(2 * 29 * 3).reshape(2, 29, 3).float()
+    t = torch.arange(2 * 29 * 3.0, device=DEVICE).reshape(2, 29, 3)
     whole = [hd.unshard(hd.shard(t, 1, group=group, shards=s), 1, group=group, shards=s) for s in SHARDS]
     places = [hd.positions(29, group=group, shards=s) for s in SHARDS]
     cuts = [hd.shard(t, 1, group=group, shards=s)[0, :, 0] / 3 for s in SHARDS]
     return all(torch.equal(w, t) for w in whole) and all(
-        torch.equal(p.float(), c) for p, c in zip(places, cuts, strict=True)
+        torch.equal(p.float(), c.cpu()) for p, c in zip(places, cuts, strict=True)
     )
 
 

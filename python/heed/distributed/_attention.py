@@ -106,7 +106,7 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, link: Link, plan: Any, scores: Any, number: int) -> Any:
-        (o, lse), saved = _methods.forward(link, plan, q, k, v, scores)
+        (o, lse), saved = _methods.forward(link, plan, q.detach(), k.detach(), v.detach(), scores)
         ctx.save_for_backward(*saved)
         ctx.rest = (link, plan, scores, number)
         ctx.set_materialize_grads(False)

@@ -126,6 +126,10 @@ class Link:
         self.staged = device.type == "cuda" and backend in ("gloo", "mpi", "undefined")
         self.call = "a call"
         self.blocking_device = torch.device("cpu") if self.staged else device
+        try:
+            self.group._get_backend(torch.device(self.blocking_device.type))
+        except RuntimeError as error:
+            raise ValueError(f"group: its backend, {name}, does not take tensors that are on {device.type}") from error
 
     # ---- Do all ranks want the same? ----
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from heed import _C
+from heed import _torch as _torch  # noqa: PLC0414  # the extension learns of PyTorch, whichever came first
 from heed._arguments import Arguments
 from heed.distributed._link import Link, Message, timed
 from heed.distributed._shards import Band, Meeting, Pieces, in_order, meetings, needs, on_stride, pieces_of, size

@@ -16,7 +16,6 @@ import datetime
 import json
 import os
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -89,7 +88,7 @@ def show(a: argparse.Namespace) -> None:
 
 
 def seconds(work: Callable[[], Any], device: str, repeats: int = 5) -> float:
-    """The median, after two calls to warm up."""
+    """The shortest of some calls, after two to warm up: others on the machine only ever make it longer."""
     times = []
     for n in range(repeats + 2):
         if device == "cuda":
@@ -100,7 +99,7 @@ def seconds(work: Callable[[], Any], device: str, repeats: int = 5) -> float:
             torch.cuda.synchronize()
         if n > 1:
             times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return min(times)
 
 
 def kernels_of(device: str, dtype: str, head_dim: int, tokens: int, heads: int) -> list[float]:
@@ -198,14 +197,14 @@ def _timed(rank: int, ranks: int, port: int, answers: Any, task: Task, methods: 
     found = {}
     for method in methods:
         call = lambda m=method: attention(q, k, v, method=m, shards=task.shards, causal=causal)
-        do = torch.randn_like(call())
-
-        def gradients(call: Any = call, do: Any = do) -> None:
-            torch.autograd.grad(call(), (q, k, v), do)
-
         with torch.no_grad():
-            forward = seconds(call, "cpu", 3)
-        found[method] = (forward, seconds(gradients, "cpu", 3) - forward)
+            forward = seconds(call, "cpu")
+        o = call()
+        do = torch.randn_like(o)
+        found[method] = (
+            forward,
+            seconds(lambda o=o, do=do: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), "cpu"),
+        )
     if rank == 0:
         answers.put(found)
 
@@ -218,10 +217,10 @@ def one_rank(task: Task) -> tuple[float, float]:
     )
     causal = task.band.right == 0
     with torch.no_grad():
-        forward = seconds(lambda: heed.attention(q, k, v, causal=causal), "cpu", 3)
+        forward = seconds(lambda: heed.attention(q, k, v, causal=causal), "cpu")
     o = heed.attention(q, k, v, causal=causal)
     do = torch.randn_like(o)
-    return forward, seconds(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), "cpu", 3)
+    return forward, seconds(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), "cpu")
 
 
 def compare(a: argparse.Namespace) -> None:

@@ -3,6 +3,11 @@
     import heed.integrations.transformers
     heed.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="heed")
+
+For sequences that are spread over ranks (heed.distributed):
+
+    heed.integrations.transformers.register_distributed(group=group)
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="heed_distributed")
 """
 import torch
 
@@ -19,6 +24,28 @@ def register(name=NAME):
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def register_distributed(name="heed_distributed", group=None, shards="zigzag", method="auto"):
+    """Makes `name` known as attention over the ranks of a group: every rank gives the model its own tokens, as
+    heed.distributed.shard cut them, and their position_ids. What is seen follows from the positions: there is no mask, and
+    so no padding and no cache. Sliding windows are those of the model's configuration."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from heed import distributed
+
+    def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
+               sliding_window=None, s_aux=None, **_):
+        if dropout or s_aux is not None or attention_mask is not None:
+            raise ValueError("heed over several ranks has no dropout, sinks, masks or padding")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        o = distributed.attention(query, key, value, group=group, shards=shards, method=method, causal=bool(causal),
+                                  window=None if sliding_window is None else (sliding_window - 1, None), scale=scaling,
+                                  softcap=softcap or 0.0)
+        return o.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
 def attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
