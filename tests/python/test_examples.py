@@ -77,6 +77,12 @@ def test_train_gpt_learns_and_both_curves_agree(device, tmp_path):
     assert not more or (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_long_context_agrees_with_one_process(tmp_path):
+    pytest.importorskip("transformers")
+    out = run("long_context", "run.py", "--ranks", "4", "--tokens", "200", "--trace", str(tmp_path / "trace"))
+    assert "ok    logits, loss and 39 gradients" in out and len(list(tmp_path.glob("trace.*.json"))) == 4
+
+
 def test_every_example_has_a_line_in_the_readme():
     text = (EXAMPLES / "README.md").read_text()
     for folder in EXAMPLES.iterdir():

@@ -97,7 +97,7 @@ def attention(
         limits, plan.offset, scale, softcap, None if alibi_slopes is None else alibi_slopes.float()
     )
     if on_stride is not None:
-        k, v = (t.index_select(2, on_stride.to(t.device)) for t in (k, v))
+        k, v = (t.index_select(2, _methods.on_device(on_stride, t.device)) for t in (k, v))
     o, lse = _Attention.apply(q, k, v, link, plan, scores, number)
     o = o.transpose(1, 2) if layout == "bshd" else o
     return (o, lse) if return_lse else o

@@ -33,7 +33,6 @@ from heed.distributed._shards import Band, Meeting, Pieces, in_order, meetings, 
 
 METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
 Tensors = tuple[torch.Tensor, ...]
-Block = tuple[torch.Tensor, torch.Tensor]  # K and V, or their gradients
 
 
 def ulysses_ranks(method: str, ranks: int, key_heads: int) -> int:
@@ -52,6 +51,17 @@ def ulysses_ranks(method: str, ranks: int, key_heads: int) -> int:
 
 
 # ---- Work on one rank ------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def on_device(order: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copied once: a copy from the host waits for the device."""
+    return order.to(device)
+
+
+@lru_cache(maxsize=256)
+def _offsets(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(starts, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Scores:
             softcap=self.softcap, alibi_slopes=self.alibi_slopes,
         )  # fmt: skip
         if m.starts:
-            cu_q, cu_k = (torch.tensor(s, dtype=torch.int32, device=q.device) for s in m.starts)
+            cu_q, cu_k = (_offsets(s, q.device) for s in m.starts)
             longest = [max(b - a for a, b in itertools.pairwise(s)) for s in m.starts]
             a = a._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
         return ((m.q.first + self.offset, m.q.step, m.k.first, m.k.step), *a)
@@ -104,7 +114,9 @@ class Forward:
         self.lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         self.untouched = {p.at: p for p in pieces}
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, pieces: Pieces) -> None:
+    def add(self, block: Tensors, pieces: Pieces) -> None:
+        """block: K and V."""
+        k, v = block
         for m in meetings(self.pieces, pieces, self.scores.band, self.scores.offset):
             self._add(m, _rows(k, m, m.k.rows), _rows(v, m, m.k.rows))
 
@@ -149,10 +161,11 @@ class Backward:
         if o.numel():
             _C.delta(o, self.do, dlse, self.delta)
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, pieces: Pieces) -> None:
+    def add(self, block: Tensors, sums: Tensors, pieces: Pieces) -> None:
+        """block: K and V; sums: their gradients."""
         for m in meetings(self.pieces, pieces, self.scores.band, self.scores.offset):
             q, do, lse, delta, dq = (_rows(t, m, m.q.rows) for t in (self.q, self.do, self.lse, self.delta, self.dq))
-            k_, v_, dk_, dv_ = (_rows(t, m, m.k.rows) for t in (k, v, dk, dv))
+            k_, v_, dk_, dv_ = (_rows(t, m, m.k.rows) for t in (*block, *sums))
             positions, *arguments = self.scores.call(m, q, k_, v_)
             _C.part_backward(do, lse, delta, dq, dk_, dv_, True, positions, *arguments)
 
@@ -244,11 +257,11 @@ def plan_of(
 
 
 def _reordered(t: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    return t if order is None else t.index_select(2, order.to(t.device))
+    return t if order is None else t.index_select(2, on_device(order, t.device))
 
 
 def _unordered(t: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    return t if order is None else torch.empty_like(t).index_copy_(2, order.to(t.device), t)
+    return t if order is None else torch.empty_like(t).index_copy_(2, on_device(order, t.device), t)
 
 
 class Side:
@@ -283,7 +296,7 @@ def heads_for_rows(link: Link, plan: Plan, tensors: list[tuple[torch.Tensor, Sid
 def rows_for_heads(link: Link, plan: Plan, tensors: list[tuple[torch.Tensor, Side]]) -> list[torch.Tensor]:
     """The way back."""
     me = plan.me % plan.ulysses
-    split = [_unordered(t, side.order).split(side.rows, dim=2) for t, side in tensors]
+    split = [_unordered(t, side.order).split(side.rows, dim=2) for t, side in tensors]  # type: ignore[no-untyped-call]
     sends: list[Message] = [(peer, [s[n].contiguous() for s in split]) for n, peer in enumerate(plan.team) if n != me]
     parts = [
         [s[me] if n == me else _room(t, h.stop - h.start, side.rows[me]) for n, h in enumerate(side.heads)]
@@ -305,7 +318,9 @@ def _blocks_on_their_way(
     plan: Plan, d: int, own: Tensors, held: Tensors, room: Tensors
 ) -> tuple[list[Message], list[Message]]:
     """Step d's messages of K and V for step d + 1: held is the block of step d."""
-    r, sends, receives = plan.place, [], []
+    r = plan.place
+    sends: list[Message] = []
+    receives: list[Message] = []
     if d + 1 == plan.ring:
         return [], []
     if plan.wants(r + 1, d + 1) and (d == 0 or plan.wants(r, d)):
@@ -328,13 +343,14 @@ def ring_forward(link: Link, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: to
     places = [s for s in range(plan.ring) if plan.wanted[plan.place][s]]
     pieces = plan.q_ring[0][plan.place]
     forward = Forward(q, pieces, v.shape[3], scores, once=len(places) <= 1 and _meet_once(plan, pieces, places))
-    own = held = (k, v)
+    own: Tensors = (k, v)
+    held = own
     for d in range(plan.ring):
         room = _block_room(plan, d + 1, own) if d + 1 < plan.ring and plan.wants(plan.place, d + 1) else ()
         pending = link.post(f"keys of step {d + 1}", *_blocks_on_their_way(plan, d, own, held, room))
         if plan.wants(plan.place, d):
             with timed("compute", f"step {d}", q.device):
-                forward.add(*held, plan.k_ring[0][(plan.place - d) % plan.ring])
+                forward.add(held, plan.k_ring[0][(plan.place - d) % plan.ring])
         pending.wait()
         held = room
     return forward.result()
@@ -347,7 +363,8 @@ def _meet_once(plan: Plan, pieces: Pieces, places: list[int]) -> bool:
 
 def ring_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) -> Tensors:
     r, last = plan.place, plan.ring
-    own = held = (saved[1], saved[2])
+    own: Tensors = saved[1:3]
+    held = own
     home = _zeros(own)
     mine: Tensors = ()  # the gradients of the block of the step before, with what other ranks added
     for d in range(last + 1):
@@ -367,7 +384,7 @@ def ring_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) ->
         sums = home if d == 0 else _zeros(held) if works else ()
         if works:
             with timed("compute", f"step {d}", backward.q.device):
-                backward.add(*held, *sums, plan.k_ring[0][(r - d) % last])
+                backward.add(held, sums, plan.k_ring[0][(r - d) % last])
         pending.wait()
         _add(sums, arriving)
         _add(home, returning)
@@ -411,10 +428,10 @@ class Gathered:
             for n in (0, 1)
         )
 
-    def give_back(self, own: Tensors, dk: torch.Tensor, dv: torch.Tensor) -> Tensors:
+    def give_back(self, own: Tensors, sums: Tensors) -> Tensors:
         """Each part of the gradients to the owner of its keys, who adds them up."""
         plan, r = self.plan, self.plan.place
-        split = [_unordered(t, self.order).split(self.rows, dim=2) for t in (dk, dv)]
+        split = [_unordered(t, self.order).split(self.rows, dim=2) for t in sums]  # type: ignore[no-untyped-call]
         parts = {d: [s[n].contiguous() for s in split] for n, d in enumerate(self.behind)}
         home = _zeros(own)
         arriving = {d: tuple(torch.empty_like(t) for t in home) for d in self.ahead}
@@ -436,16 +453,17 @@ def gather_forward(
     met = [m.q.at for m in meetings(pieces, all_keys.pieces, plan.band, plan.offset)]
     forward = Forward(q, pieces, v.shape[3], scores, once=len(met) == len(set(met)))
     with timed("compute", "all keys", q.device):
-        forward.add(all_keys.k, all_keys.v, all_keys.pieces)
+        forward.add((all_keys.k, all_keys.v), all_keys.pieces)
     return forward.result()
 
 
 def gather_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) -> Tensors:
     all_keys = Gathered(link, plan, saved[1], saved[2])
-    dk, dv = _zeros((all_keys.k, all_keys.v))
+    block = (all_keys.k, all_keys.v)
+    sums = _zeros(block)
     with timed("compute", "all keys", backward.q.device):
-        backward.add(all_keys.k, all_keys.v, dk, dv, all_keys.pieces)
-    return backward.dq, *all_keys.give_back(saved[1:3], dk, dv)
+        backward.add(block, sums, all_keys.pieces)
+    return backward.dq, *all_keys.give_back(saved[1:3], sums)
 
 
 # ---- Both parts ------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Task:
     dtype: str = "bf16"
     batch: int = 1
     shards: str = "zigzag"
-    band: Band = Band(None, 0)
+    band: Band = Band(None, 0)  # noqa: RUF009
     stride: int = 1
     lengths: tuple[int, ...] | None = None  # of contiguous shards
     starts: tuple[int, ...] | None = None  # of packed sequences
@@ -170,8 +170,8 @@ def cost(task: Task, method: str, machine: Machine) -> Cost:
         moved[1] += _transfer(machine, size.dkv, across)  # the last gradients go home
     memory = _memory(task, method, size, partial, blocks, team)
     return Cost(
-        method, team, tuple(m + x for m, x in zip(moved, a2a, strict=True)), tuple(compute),
-        tuple(t + x for t, x in zip(travelled, exchanged, strict=True)), memory, blocks,
+        method, team, (moved[0] + a2a[0], moved[1] + a2a[1]), (compute[0], compute[1]),
+        (travelled[0] + exchanged[0], travelled[1] + exchanged[1]), memory, blocks,
     )  # fmt: skip
 
 
