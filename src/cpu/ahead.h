@@ -11,7 +11,7 @@ typedef struct ahead {
         const char *at, *end;
         int64_t step, bytes; /* from one run of bytes to the next; of a run: a row, or a line if rows are neighbours */
         int64_t share;       /* of one step */
-    } list[7];
+    } list[8];
 } ahead;
 
 /* Whether a call over these tensors gains by it. */

@@ -39,21 +39,7 @@ static void write_rows(const source *to, int64_t first, int64_t n, const float *
     }
 }
 
-/* The product of row n of two tensors of the same size. */
-static float dot_rows(const source *x, const source *y, int64_t n)
-{
-    float a[HEED_MAX_HEAD_DIM + W], b[HEED_MAX_HEAD_DIM + W];
-    const void *x_row = source_row(x, n), *y_row = source_row(y, n);
-    heed_dtype type = x->t->dtype;
-    if (type != y->t->dtype || x->t->stride[3] != 1 || y->t->stride[3] != 1 || x->dim % W) {
-        load_row(a, type, x_row, x->t->stride[3], x->dim, round_up(x->dim, W));
-        load_row(b, y->t->dtype, y_row, y->t->stride[3], x->dim, round_up(x->dim, W));
-        x_row = a, y_row = b, type = HEED_F32;
-    }
-    return FOR_TYPE(type, row_dot_as, x_row, y_row, round_up(x->dim, W));
-}
-
-/* First of all, for each block of rows: delta, the keys it sees, and its turn. Rows without keys get their zeros. */
+/* First of all, for each block of rows: the keys it sees, its turn, and delta. Rows without keys get their zeros. */
 static void prepare_rows(void *context, int64_t index, int thread)
 {
     const backward_run *x = context;
@@ -66,25 +52,15 @@ static void prepare_rows(void *context, int64_t index, int thread)
     heed_span_of(p, b, &s);
     if (i0 >= s.padded_rows)
         return;
-    int64_t first = s.keys, last = 0;
-    source o = rows_of(p, &s, &p->a.o, h, p->Dv), d_o = rows_of(p, &s, &g->d_o, h, p->Dv);
-    for (int64_t i = i0; i < HEED_MIN(i0 + x->f.block, s.rows); i++) {
+    int64_t first = s.keys, last = 0, i1 = HEED_MIN(i0 + x->f.block, s.rows);
+    for (int64_t i = i0; i < i1; i++) {
         query q;
         query_at(p, &s, h, i, &q);
         if (q.first < q.last)
             first = HEED_MIN(first, q.first), last = HEED_MAX(last, q.last);
-        int64_t row = s.q_row + i;
-        float *delta = at_bytes(&x->j, x->f.delta) + row_index(x, &s, h, i);
-        if (g->delta.data)
-            *delta = ((const float *)g->delta
-                          .data)[s.q_batch * g->delta.stride[0] + h * g->delta.stride[1] + row * g->delta.stride[2]];
-        else {
-            *delta = dot_rows(&o, &d_o, i);
-            if (g->d_lse.data)
-                *delta -= ((const float *)g->d_lse.data)[s.q_batch * g->d_lse.stride[0] + h * g->d_lse.stride[1] +
-                                                         row * g->d_lse.stride[2]];
-        }
     }
+    if (!x->f.delta_late && i0 < i1)
+        delta_of_rows(at_bytes(&x->j, x->f.delta) + row_index(x, &s, h, i0), p, &s, h, i0, i1 - i0);
     row_bounds bounds = { 0, -1 };
     if (first < last)
         bounds = (row_bounds){ (int32_t)(first / x->f.key_block), (int32_t)((last - 1) / x->f.key_block) };
@@ -133,8 +109,10 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
     b->dQ = NULL;
     if (p->g.d_q.data)
         b->dQ = sums_at(&d_q, b->i0, in_place,
-                        at_bytes(&x->j, x->f.dq) + row_index(x, &b->span, b->h, b->i0) * x->f.wide, x->f.wide,
-                        &b->ld_dq);
+                        x->f.key_blocks == 1
+                            ? b->dQs
+                            : at_bytes(&x->j, x->f.dq) + row_index(x, &b->span, b->h, b->i0) * x->f.wide,
+                        x->f.wide, &b->ld_dq);
     if (!careful) {
         for (int64_t t = 0; t < b->tiles; t++)
             score_rows(b, t, NULL);
@@ -203,6 +181,7 @@ static void look_further(backward_block *b, int more, int64_t h, int64_t block, 
     ask_for(&b->next, rows_of(p, &s, &p->a.q, h, p->D), i0, i1);
     ask_for(&b->next, rows_of(p, &s, &g->d_o, h, p->Dv), i0, i1);
     ask_for(&b->next, rows_of(p, &s, &g->d_q, h, p->D), i0, i1);
+    ask_for(&b->next, rows_of(p, &s, &p->a.o, h, p->Dv), i0, x->f.delta_late ? i1 : i0);
     ask_in(&b->next, (b->rows + PER_UNIT - 1) / PER_UNIT);
 }
 

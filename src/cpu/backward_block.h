@@ -12,14 +12,15 @@ typedef struct backward_layout {
     int64_t keys, key_block, key_blocks;
     int64_t block, row_blocks; /* rows in a block: a whole sequence, or BQ, whatever else is in the batch; even */
     int q_in_place, o_in_place, k_in_place, dq_in_place, dk_in_place, dv_in_place, asks;
+    int delta_late;              /* one block of keys: delta is computed with it, and not before all else */
     int64_t ldq, ldv;            /* units in a row of Q; of dO */
     int64_t wide, wide_v;        /* columns of D and Dv, padded */
     int64_t rows, blocks;        /* of all sequences, which lie end to end also where they are padded */
     size_t delta, turns, bounds; /* [Hq][rows]; [Hq][blocks]; [blocks] */
-    size_t dq;                   /* [Hq][rows][wide] */
+    size_t dq;                   /* [Hq][rows][wide], if there are several blocks of keys */
     size_t scratch, scratch_stride;
-    size_t bias;                                                /* bias_room() for each thread, if d_bias is wanted */
-    size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, p, ds, pz, dsz; /* inside scratch */
+    size_t bias; /* bias_room() for each thread, if d_bias is wanted */
+    size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, dqs, p, ds, pz, dsz; /* inside scratch */
     size_t bytes;
 } backward_layout;
 
@@ -62,8 +63,9 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.delta = take(&used, p->Hq * f.rows);
     f.turns = take(&used, p->Hq * f.blocks);
     f.bounds = take(&used, f.blocks * (int64_t)(sizeof(row_bounds) / sizeof(float)));
+    f.delta_late = f.key_blocks == 1 && !p->g.d_sink.data;
     f.dq = used;
-    if (p->g.d_q.data && !f.dq_in_place)
+    if (p->g.d_q.data && !f.dq_in_place && f.key_blocks > 1)
         take(&used, p->Hq * f.rows * f.wide);
 
     f.bias = used;
@@ -76,6 +78,7 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.dk = take(&s, kb * f.wide), f.dv = take(&s, kb * f.wide_v);
     f.q = take(&s, f.block * f.ldq), f.d_o = take(&s, f.block * f.ldv);
     f.p = take(&s, f.block * LDS), f.ds = take(&s, f.block * LDS);
+    f.dqs = take(&s, f.block * f.wide);
     f.qs = take(&s, f.block * f.wide), f.dos = take(&s, f.block * f.wide_v);
 #if HEED_DOT
     f.pz = take(&s, (f.block + 1) / 2 * LDS), f.dsz = take(&s, (f.block + 1) / 2 * LDS);
@@ -101,7 +104,7 @@ typedef struct backward_block {
     float *dK, *dV, *dQ;           /* sums, from key n0 and row i0 on */
     int64_t ld_dk, ld_dv, ld_dq;
     float *P, *dS;
-    float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *Pz, *dSz; /* room for what cannot be used in place */
+    float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *dQs, *Pz, *dSz; /* room for what cannot be used in place */
 } backward_block;
 
 /* Row i of head h, and block of rows `block`, among those of all sequences. */
@@ -124,20 +127,14 @@ static void block_of_thread(backward_block *b, const backward_run *x, int thread
 {
     const backward_layout *f = &x->f;
     char *scratch = x->j.workspace + f->scratch + f->scratch_stride * (size_t)thread;
-    size_t at[] = { f->kt, f->vt, f->ks, f->dk, f->dv, f->q, f->d_o, f->qs, f->dos, f->p, f->ds, f->pz, f->dsz };
-    float **to[] = { &b->Kt, &b->Vt,  &b->Ks, &b->dKs, &b->dVs, &b->Qu, &b->dOu,
-                     &b->Qs, &b->dOs, &b->P,  &b->dS,  &b->Pz,  &b->dSz };
+    size_t at[] = {
+        f->kt, f->vt, f->ks, f->dk, f->dv, f->q, f->d_o, f->qs, f->dos, f->dqs, f->p, f->ds, f->pz, f->dsz
+    };
+    float **to[] = { &b->Kt, &b->Vt,  &b->Ks,  &b->dKs, &b->dVs, &b->Qu, &b->dOu,
+                     &b->Qs, &b->dOs, &b->dQs, &b->P,   &b->dS,  &b->Pz, &b->dSz };
     b->x = x, b->next.count = 0;
     for (size_t i = 0; i < sizeof at / sizeof *at; i++)
         *to[i] = (float *)(void *)(scratch + at[i]);
-}
-
-static int rows_are_finite(const source *x, int64_t first, int64_t last)
-{
-    for (int64_t n = first; n < last; n++)
-        if (!row_is_finite(x->t->dtype, source_row(x, n), x->t->stride[3], x->dim))
-            return 0;
-    return 1;
 }
 
 static void load_keys(backward_block *b, int64_t n0, int64_t n1)
@@ -151,22 +148,60 @@ static void load_keys(backward_block *b, int64_t n0, int64_t n1)
     b->keys_finite = !b->x->j.partial || (rows_are_finite(&k, n0, n1) && rows_are_finite(&v, n0, n1));
 }
 
+/* out[r] = the product of rows first + r of two tensors of the same size, r < n. */
+static void dot_rows(float *out, const source *x, const source *y, int64_t first, int64_t n)
+{
+    float copies[2][4][HEED_MAX_HEAD_DIM + W], sums[4];
+    int64_t dim = round_up(x->dim, W);
+    int direct = x->t->dtype == y->t->dtype && x->t->stride[3] == 1 && y->t->stride[3] == 1 && x->dim == dim;
+    heed_dtype type = direct ? x->t->dtype : HEED_F32;
+    for (int64_t r = 0; r < n; r += 4) {
+        const void *rows[2][4];
+        for (int i = 0; i < 8; i++) {
+            const source *t = i < 4 ? x : y;
+            const void *row = source_row(t, first + HEED_MIN(r + i % 4, n - 1));
+            if (!direct)
+                load_row(copies[i / 4][i % 4], t->t->dtype, row, t->t->stride[3], t->dim, dim);
+            rows[i / 4][i % 4] = direct ? row : copies[i / 4][i % 4];
+        }
+        FOR_TYPE(type, dot4_as, rows[0], rows[1], dim, sums);
+        memcpy(out + r, sums, (size_t)HEED_MIN(4, n - r) * sizeof *out);
+    }
+}
+
+/* delta of rows [i0, i0 + n) of query head h. */
+static void delta_of_rows(float *delta, const heed_problem *p, const heed_span *s, int64_t h, int64_t i0, int64_t n)
+{
+    const heed_gradient *g = &p->g;
+    source o = rows_of(p, s, &p->a.o, h, p->Dv), d_o = rows_of(p, s, &g->d_o, h, p->Dv);
+    const heed_tensor *given = g->delta.data ? &g->delta : &g->d_lse;
+    const float *at = (const float *)given->data + s->q_batch * given->stride[0] + h * given->stride[1] +
+                      (s->q_row + i0) * given->stride[2];
+    if (!g->delta.data)
+        dot_rows(delta, &o, &d_o, i0, n);
+    for (int64_t r = 0; r < n && given->data; r++)
+        delta[r] = g->delta.data ? at[r * given->stride[2]] : delta[r] - at[r * given->stride[2]];
+}
+
 static void load_rows(backward_block *b, int64_t h, int64_t i0)
 {
     const heed_problem *p = b->x->j.p;
     const heed_tensor *lse = &p->a.lse;
     source q = rows_of(p, &b->span, &p->a.q, h, p->D), d_o = rows_of(p, &b->span, &p->g.d_o, h, p->Dv);
-    const float *delta = at_bytes(&b->x->j, b->x->f.delta) + row_index(b->x, &b->span, h, i0);
     b->h = h, b->i0 = i0;
     b->rows = HEED_MIN(b->x->f.block, b->span.rows - i0);
-    b->tiles = tile_count(b->rows);
+    b->tiles = tile_count(b->rows, tile_height(&b->x->j, b->span.keys));
     b->finite = 1;
+    if (b->x->f.delta_late)
+        delta_of_rows(b->delta, p, &b->span, h, i0, b->rows);
+    else
+        memcpy(b->delta, at_bytes(&b->x->j, b->x->f.delta) + row_index(b->x, &b->span, h, i0),
+               (size_t)b->rows * sizeof(float));
     for (int64_t r = 0; r < b->rows; r++) {
         int64_t i = i0 + r;
         query_at(p, &b->span, h, i, &b->row[r]);
         b->lse[r] = ((const float *)lse->data)[b->span.q_batch * lse->stride[0] + h * lse->stride[1] +
                                                (b->span.q_row + i) * lse->stride[2]];
-        b->delta[r] = delta[r];
         if (b->lse[r] == -INFINITY) /* saw no key: P = 0 */
             b->lse[r] = INFINITY, b->delta[r] = 0, b->row[r].last = b->row[r].first;
         else if (b->lse[r] - b->lse[r] != 0 || b->delta[r] - b->delta[r] != 0)
@@ -361,7 +396,7 @@ static void add_to_keys(backward_block *b)
 {
     const backward_layout *f = &b->x->f;
     const float *P = HEED_DOT ? b->Pz : b->P, *dS = HEED_DOT ? b->dSz : b->dS;
-    int64_t keys = b->n1 - b->n0, count = tile_count(keys);
+    int64_t keys = b->n1 - b->n0, count = tile_count(keys, tile_height(&b->x->j, b->span.keys));
     right Q = b->Q_rows, dO = b->dO_rows;
     for (int64_t t = 0; t < count; t++) {
         int64_t c = tile_begin(keys, count, t), R = tile_begin(keys, count, t + 1) - c, first = 0, last = b->rows;

@@ -150,15 +150,6 @@ static void add_seen_values(float *O, int64_t ldo, const float *S, right V, int6
     }
 }
 
-static int values_are_finite(const forward_block *b, int64_t first, int64_t last)
-{
-    source v = keys_of(b->j->p, b->span, &b->j->p->a.v, b->hk, b->j->p->Dv);
-    for (int64_t n = first; n < last; n++)
-        if (!row_is_finite(v.t->dtype, source_row(&v, n), v.t->stride[3], v.dim))
-            return 0;
-    return 1;
-}
-
 /* One tile of rows against one block of keys, n0 .. n1-1. *finite: whether V is so there, -1 where not known yet. */
 static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, int *finite)
 {
@@ -203,8 +194,10 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     if (!b->is_direct)
         V.data += n0 / PER_UNIT * V.ld;
     int odd = PER_UNIT > 1 && ((first - n0) % 2 || ((last - n0) % 2 && last < n1)); /* a pair reaches a key beyond */
-    if (j->partial && *finite < 0 && (j->changes || odd || all_first > first || all_last < last))
-        *finite = values_are_finite(b, n0, n1);
+    if (j->partial && *finite < 0 && (j->changes || odd || all_first > first || all_last < last)) {
+        source values = keys_of(j->p, b->span, &j->p->a.v, b->hk, j->p->Dv);
+        *finite = rows_are_finite(&values, n0, n1);
+    }
     if (b->is_direct)
         direct_values(&b->direct, O, b->f->ldo, S, n0, first - n0, last - n0, b->started[t] ? keep : NULL,
                       *finite == 0);
@@ -286,7 +279,6 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
     const heed_problem *p = b->j->p;
     int64_t first = n1, last = n0;
     b->rows = r1 - r0;
-    b->tiles = b->is_direct ? 1 : tile_count(b->rows);
     int64_t h = b->hk * p->G + (r0 ? r0 / b->span->rows : 0), i = r0 ? r0 % b->span->rows : 0;
     for (int64_t r = 0; r < b->rows; r++, i++) {
         if (i == b->span->rows)
@@ -296,6 +288,7 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
         if (b->row[r].first < b->row[r].last)
             first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
     }
+    b->tiles = b->is_direct ? 1 : tile_count(b->rows, tile_height(b->j, last - first));
     query_rows(b);
     memset(b->started, 0, sizeof b->started);
     int64_t begin = HEED_MAX(first, n0) / BC * BC, end = HEED_MIN(last, n1);

@@ -55,6 +55,37 @@ static inline const char *source_row(const source *x, int64_t n)
     return x->base + n * x->step;
 }
 
+/* x * 0 is 0 or NaN: their sum over rows [first, last) of whole vectors. */
+INLINE vec zeros_of_rows(heed_dtype type, const source *x, int64_t first, int64_t last)
+{
+    vec sum[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
+    for (int64_t n = first; n < last; n += 4) {
+        const char *row[4];
+        each(r, 4)
+            row[r] = source_row(x, HEED_MIN(n + r, last - 1));
+        for (int64_t c = 0; c < x->dim; c += W)
+            each(r, 4)
+                sum[r] = vec_fma(vec_load_as(type, row[r], c), vec_zero(), sum[r]);
+    }
+    return vec_add(vec_add(sum[0], sum[1]), vec_add(sum[2], sum[3]));
+}
+
+/* 1 when rows [first, last) have no NaN and no infinity. */
+static int rows_are_finite(const source *x, int64_t first, int64_t last)
+{
+    if (x->t->stride[3] == 1 && x->dim % W == 0)
+        return vec_sum(FOR_TYPE(x->t->dtype, zeros_of_rows, x, first, last)) == 0;
+    for (int64_t n = first; n < last; n++) {
+        float row[HEED_MAX_HEAD_DIM], sum = 0;
+        load_row(row, x->t->dtype, source_row(x, n), x->t->stride[3], x->dim, x->dim);
+        for (int64_t c = 0; c < x->dim; c++)
+            sum += row[c] * 0.0f;
+        if (sum != 0)
+            return 0;
+    }
+    return 1;
+}
+
 /* One row as units. With HEED_DOT the tensor is bf16, or fp32 (dO of an fp32 o) and then rounded. */
 static void unit_row(float *to, const source *x, int64_t n)
 {

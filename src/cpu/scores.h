@@ -36,6 +36,9 @@ static void job_start(job *j, const heed_problem *p, const heed_plan *plan, cons
     j->keep_scale = 65536.0f / (float)(65536 - p->drop_below);
 }
 
+/* The height of tiles where rows see up to so many keys. */
+static inline int64_t tile_height(const job *j, int64_t keys) { return j->partial && keys <= BC ? FLAT : MR; }
+
 static inline void query_at(const heed_problem *p, const heed_span *s, int64_t h, int64_t i, query *q)
 {
     q->h = h, q->i = i, q->first = 0, q->last = s->keys;
@@ -55,6 +58,17 @@ static void load_bias(float *out, const heed_tensor *t, const heed_span *s, quer
             out[c] = ((const uint8_t *)row)[c * step] ? 1.0f : 0.0f;
     else
         load_row(out, t->dtype, row, step, count, count);
+}
+
+/* -inf to columns [from, to) that lie outside [first, last). The former begin and end with whole vectors. */
+static inline void hide_columns(float *s, int64_t first, int64_t last, int64_t from, int64_t to)
+{
+    static const float number[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    vec hidden = vec_set1(-INFINITY), index = vec_load(number);
+    for (int64_t c = from; c < first; c += W)
+        vec_store(s + c, vec_less(index, vec_set1((float)(first - c)), hidden, vec_load(s + c)));
+    for (int64_t c = HEED_MAX(last / W * W, from); c < to; c += W)
+        vec_store(s + c, vec_less(index, vec_set1((float)(last - c)), vec_load(s + c), hidden));
 }
 
 /* S of one row from the tile's products, columns [from, to) of the block at key n0, in place; -inf where the row does
@@ -94,10 +108,7 @@ static void adjust_row(const job *j, const heed_span *span, query q, float *s, f
             for (int64_t c = first; c < last; c++)
                 s[c] = mask[c] != 0 ? s[c] : -INFINITY;
     }
-    for (int64_t c = from; c < first; c++)
-        s[c] = -INFINITY;
-    for (int64_t c = last; c < to; c++)
-        s[c] = -INFINITY;
+    hide_columns(s, first, last, from, to);
 }
 
 /* out[c] = keep_scale where dropout keeps the pair, else 0; key n0 + c. */

@@ -109,29 +109,12 @@ INLINE void store_rows_as(heed_dtype type, char *to, int64_t step, const float *
             vec_store_as(type, to, c, vec_load(from + c));
 }
 
-INLINE float row_dot_as(heed_dtype type, const void *a, const void *b, int64_t n)
+/* out[r] = a[r] . b[r], whole vectors. */
+INLINE void dot4_as(heed_dtype type, const void *const a[4], const void *const b[4], int64_t n, float out[4])
 {
-    vec sum = vec_zero();
+    vec sum[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
     for (int64_t c = 0; c < n; c += W)
-        sum = vec_fma(vec_load_as(type, a, c), vec_load_as(type, b, c), sum);
-    return vec_sum(sum);
-}
-
-INLINE int row_is_finite_as(heed_dtype type, const void *row, int64_t step, int64_t n)
-{
-    vec zero = vec_zero(), sum = zero;
-    float rest = 0;
-    int64_t c = 0;
-    if (step == 1)
-        for (; c + W <= n; c += W)
-            sum = vec_fma(vec_load_as(type, row, c), zero, sum); /* x * 0 is 0 or NaN */
-    for (; c < n; c++)
-        rest += load_as(type, row, c * step) * 0.0f;
-    return vec_sum(sum) + rest == 0;
-}
-
-/* 1 when none of n values is NaN or infinite. */
-static int row_is_finite(heed_dtype type, const void *row, int64_t step, int64_t n)
-{
-    return FOR_TYPE(type, row_is_finite_as, row, step, n);
+        each(r, 4)
+            sum[r] = vec_fma(vec_load_as(type, a[r], c), vec_load_as(type, b[r], c), sum[r]);
+    vec_sum4(sum[0], sum[1], sum[2], sum[3], out);
 }
