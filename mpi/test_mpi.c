@@ -21,6 +21,27 @@ static void expect(int condition, const char *what, const char *detail)
         printf("rank %d of %d: %s: %s\n", rank, ranks, what, detail);
 }
 
+/* ---- What is sent ----------------------------------------------------------------------------------------------- */
+
+static int64_t sent_bytes;
+
+/* MPI's own way to look at its calls: this one is found first, and PMPI_Isend is the real one. */
+int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request)
+{
+    int bytes;
+    MPI_Type_size(type, &bytes);
+    sent_bytes += (int64_t)count * bytes;
+    return PMPI_Isend(data, count, type, to, tag, comm, request);
+}
+
+static int64_t sent_by_all(void)
+{
+    int64_t all = 0;
+    MPI_Allreduce(&sent_bytes, &all, 1, MPI_INT64_T, MPI_SUM, MPI_COMM_WORLD);
+    sent_bytes = 0;
+    return all;
+}
+
 /* ---- A problem -------------------------------------------------------------------------------------------------- */
 
 enum { Q, K, V, DO, O, DQ, DK, DV_, DLSE, LSE, TENSORS };
@@ -252,6 +273,42 @@ static void strided_views(void)
     drop(&packed), drop(&moved);
 }
 
+/* heed_mpi.h: "for every pair of different ranks of which one sees keys of the other: the owner's k and v". */
+static void sends_what_is_seen(void)
+{
+    enum { EACH = 24 };
+    static const problem all[] = {
+        { "full", HEED_BF16, 0, 0, HEED_MPI_CONTIGUOUS, .causal = 0 },
+        { "causal", HEED_BF16, 0, 0, HEED_MPI_CONTIGUOUS, .causal = 1 },
+        { "causal, zigzag", HEED_BF16, 0, 0, HEED_MPI_ZIGZAG, .causal = 1 },
+        { "window", HEED_BF16, 0, 0, HEED_MPI_CONTIGUOUS, .causal = 1, .windowed = 1, .left = EACH, .right = -1 },
+        { "itself", HEED_BF16, 0, 0, HEED_MPI_CONTIGUOUS, .causal = 1, .windowed = 1, .left = 0, .right = 0 },
+    };
+    const int64_t pairs[] = { ranks * (ranks - 1), ranks * (ranks - 1) / 2, ranks * (ranks - 1), ranks - 1, 0 };
+    for (int n = 0; n < 5; n++) {
+        problem p = all[n];
+        tensors t;
+        char text[96];
+        p.rows = p.keys = EACH * ranks;
+        heed_mpi m = { .comm = MPI_COMM_WORLD, .shards = p.shards };
+        heed_exec x = { .backend = HEED_CPU, .threads = 1 };
+        make(&t, &p, p.dtype, EACH, EACH);
+        fill(&t, &p, rank);
+        int64_t block = (int64_t)B * HK * EACH * (D + DV), want = pairs[n] * block * 2;
+        sent_by_all();
+        expect(!heed_mpi_forward(&t.a, &m, &x), p.name, heed_mpi_last_error());
+        int64_t got = sent_by_all();
+        snprintf(text, sizeof text, "forward sends %lld bytes, expected %lld", (long long)got, (long long)want);
+        expect(got == want, p.name, text);
+        want = pairs[n] * block * (2 + 4);
+        expect(!heed_mpi_backward(&t.a, &t.g, &m, &x), p.name, heed_mpi_last_error());
+        got = sent_by_all();
+        snprintf(text, sizeof text, "backward sends %lld bytes, expected %lld", (long long)got, (long long)want);
+        expect(got == want, p.name, text);
+        drop(&t);
+    }
+}
+
 /* The last rank does something wrong; all of them must hear of it. */
 static void wrong_calls(void)
 {
@@ -338,6 +395,7 @@ int main(int argc, char **argv)
             &(problem){ "uneven, window", HEED_F32, sum, sum, 0, few, .windowed = 1, .left = 2, .right = 2 });
     }
     strided_views();
+    sends_what_is_seen();
     wrong_calls();
     int all = 0;
     MPI_Allreduce(&failures, &all, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
