@@ -13,23 +13,22 @@
 #include <stddef.h>
 #include <string.h>
 
-enum { KEPT = 4, TENSORS = 17, OF_ATTENTION = 9, POINTERS = 6 };
+enum { KEPT = 4, TENSORS = 17, POINTERS = 6 };
 
 #define A(field) offsetof(heed_attention, field)
 #define G(field) offsetof(heed_gradient, field)
-/* Nine tensors of heed_attention, then eight of heed_gradient. */
-static const size_t tensors[TENSORS] = { A(o),      A(lse),    A(q),    A(k),     A(v),    A(mask),
-                                         A(bias),   A(alibi),  A(sink), G(d_q),   G(d_k),  G(d_v),
-                                         G(d_bias), G(d_sink), G(d_o),  G(d_lse), G(delta) };
+/* The tensors of a backward, results first; in their midst those of a forward, results first, which are all that
+ * heed_attention has. */
+enum { FIRST_OF_FORWARD = 5, END_OF_FORWARD = 14 };
+static const size_t tensors[TENSORS] = { G(d_q),   G(d_k),  G(d_v), G(d_bias), G(d_sink), A(o),
+                                         A(lse),   A(q),    A(k),   A(v),      A(mask),   A(bias),
+                                         A(alibi), A(sink), G(d_o), G(d_lse),  G(delta) };
+static const struct {
+    int first, results, end;
+} range_of[] = { [HEED_FORWARD] = { FIRST_OF_FORWARD, 2, END_OF_FORWARD }, [HEED_BACKWARD] = { 0, 5, TENSORS } };
+
 static const size_t pointers[POINTERS] = { A(lengths_q), A(lengths_k),   A(offsets_q),
                                            A(offsets_k), A(block_table), A(dropout_seed_at) };
-
-/* Which of them a pass writes. */
-static const struct {
-    int first, end, total;
-} results[] = {
-    [HEED_FORWARD] = { 0, 2, OF_ATTENTION }, [HEED_BACKWARD] = { OF_ATTENTION, OF_ATTENTION + 5, TENSORS }
-};
 
 typedef struct description {
     heed_attention a;
@@ -46,14 +45,16 @@ typedef struct kept {
     int64_t low[TENSORS], high[TENSORS]; /* equal: the tensor is not there, or has no element */
 } kept;
 
-static _Thread_local struct {
+typedef struct memory {
     kept calls[KEPT];
     int used, next;
-} recent;
+} memory;
+
+static _Thread_local memory recent;
 
 static heed_tensor *tensor_at(heed_attention *a, heed_gradient *g, int n)
 {
-    return (heed_tensor *)((char *)(n < OF_ATTENTION ? (void *)a : (void *)g) + tensors[n]);
+    return (heed_tensor *)((char *)(n >= FIRST_OF_FORWARD && n < END_OF_FORWARD ? (void *)a : (void *)g) + tensors[n]);
 }
 
 static const void **pointer_at(heed_attention *a, int n) { return (const void **)((char *)a + pointers[n]); }
@@ -65,7 +66,8 @@ static void describe(const heed_attention *a, const heed_gradient *g, const heed
     d->a = *a;
     if (g)
         d->g = *g;
-    for (int n = 0; n < (g ? TENSORS : OF_ATTENTION); n++) {
+    d->pass = g ? HEED_BACKWARD : HEED_FORWARD;
+    for (int n = range_of[d->pass].first; n < range_of[d->pass].end; n++) {
         heed_tensor *t = tensor_at(&d->a, &d->g, n);
         t->data = reduced(t->data);
     }
@@ -75,7 +77,6 @@ static void describe(const heed_attention *a, const heed_gradient *g, const heed
     d->backend = x->backend, d->device = x->device;
     d->threads = x->backend == HEED_CUDA ? 0 : heed_threads_of(x);
     d->nondeterministic = x->nondeterministic, d->precision = x->precision, d->forced = x->kernel != NULL;
-    d->pass = g ? HEED_BACKWARD : HEED_FORWARD;
 }
 
 static size_t size_of(heed_pass pass) { return pass == HEED_BACKWARD ? sizeof(description) : offsetof(description, g); }
@@ -83,7 +84,7 @@ static size_t size_of(heed_pass pass) { return pass == HEED_BACKWARD ? sizeof(de
 /* Puts the addresses of a and g into the problem. A tensor that the check has taken out stays out. */
 static void put_addresses(heed_problem *p, const heed_attention *a, const heed_gradient *g)
 {
-    for (int n = 0; n < results[p->pass].total; n++) {
+    for (int n = range_of[p->pass].first; n < range_of[p->pass].end; n++) {
         heed_tensor *t = tensor_at(&p->a, &p->g, n);
         if (t->data)
             t->data = tensor_at((heed_attention *)a, (heed_gradient *)g, n)->data;
@@ -96,16 +97,18 @@ static void put_addresses(heed_problem *p, const heed_attention *a, const heed_g
 static int may_overlap(kept *k)
 {
     heed_problem *p = &k->call.problem;
+    const int first = range_of[p->pass].first, results = range_of[p->pass].results;
     uintptr_t begin[TENSORS], end[TENSORS];
-    int total = results[p->pass].total;
-    for (int n = 0; n < total; n++) {
+    int there = 0, written = 0, overlap = 0;
+    for (int n = first; n < range_of[p->pass].end; n++) {
         uintptr_t data = (uintptr_t)tensor_at(&p->a, &p->g, n)->data;
-        begin[n] = data + (uintptr_t)k->low[n], end[n] = data + (uintptr_t)k->high[n];
+        begin[there] = data + (uintptr_t)k->low[n], end[there] = data + (uintptr_t)k->high[n];
+        there += k->low[n] != k->high[n];
+        written += n < first + results && k->low[n] != k->high[n];
     }
-    int overlap = 0;
-    for (int i = results[p->pass].first; i < results[p->pass].end; i++)
-        for (int j = 0; j < total; j++)
-            overlap |= i != j && begin[i] < end[j] && begin[j] < end[i];
+    for (int i = 0; i < written; i++)
+        for (int j = i + 1; j < there; j++)
+            overlap |= begin[i] < end[j] && begin[j] < end[i];
     return overlap;
 }
 
@@ -116,28 +119,28 @@ static int same_kernel(const kept *k, const char *forced)
 
 heed_call *heed_recall(const heed_attention *a, const heed_gradient *g, const heed_exec *x)
 {
-    if (!a || !x || x->threads < 0 || !recent.used)
+    memory *m = &recent;
+    if (!a || !x || x->threads < 0 || !m->used)
         return NULL;
     description d;
     describe(a, g, x, &d);
-    for (int n = 0; n < recent.used; n++) {
-        kept *k = &recent.calls[n];
+    for (kept *k = m->calls; k < m->calls + m->used; k++)
         if (k->as.pass == d.pass && !memcmp(&k->as, &d, size_of(d.pass)) && same_kernel(k, x->kernel)) {
             put_addresses(&k->call.problem, a, g);
             return may_overlap(k) ? NULL : &k->call;
         }
-    }
     return NULL;
 }
 
 void heed_remember(const heed_attention *a, const heed_gradient *g, const heed_exec *x, const heed_call *call)
 {
-    kept *k = &recent.calls[recent.next];
-    recent.next = (recent.next + 1) % KEPT;
-    recent.used = HEED_MAX(recent.used, recent.next ? recent.next : KEPT);
+    memory *m = &recent;
+    kept *k = &m->calls[m->next];
+    m->next = (m->next + 1) % KEPT;
+    m->used = HEED_MAX(m->used, m->next ? m->next : KEPT);
     describe(a, g, x, &k->as);
     k->call = *call;
-    for (int n = 0; n < results[k->as.pass].total; n++) {
+    for (int n = range_of[k->as.pass].first; n < range_of[k->as.pass].end; n++) {
         const heed_tensor *t = tensor_at(&k->call.problem.a, &k->call.problem.g, n);
         uintptr_t begin = 0, end = 0;
         if (t->data && heed_elements(t) > 0)

@@ -146,11 +146,10 @@ _C.use_torch(
     torch.Tensor,
     torch.nn.Parameter,
     getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
-    "libtorch_cpu.so",
     (torch.empty_like, torch.empty_strided, _DTYPES),
-    (torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
+    (torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
+    torch._C.TensorBase.requires_grad,
     vars(torch.autograd.forward_ad),
-    torch.is_grad_enabled,
     torch._C._are_functorch_transforms_active,
     super(torch.autograd.Function, _Attention).apply,  # without the Python around it: the extension asks for functorch
     _backward_otherwise,

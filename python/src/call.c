@@ -87,22 +87,23 @@ int call_view(call *c, PyObject *object, const char *name, int writable, heed_te
     return v ? arrange_as_q(c, v, name, t) : -1;
 }
 
+static const int row_axes[2][4] = { { 0, 1, 2, -1 }, { -1, 0, 1, -1 } }; /* of [B, H, S] and [H, T] */
+
 int call_view_rows(call *c, PyObject *object, const char *name, heed_tensor *t)
 {
     view *v = open_view(c, object, name, 0);
     if (!v)
         return -1;
-    static const int padded[4] = { 0, 1, 2, -1 }, packed[4] = { -1, 0, 1, -1 };
     int expected = c->layout == THD ? 2 : 3;
     if (v->ndim != expected) {
         PyErr_Format(PyExc_ValueError, "%s: has %d dimensions, expected %d: %s", name, v->ndim, expected,
                      c->layout == THD ? "heads, tokens" : "batch, heads, sequence");
         return -1;
     }
-    return arrange(v, name, c->layout == THD ? packed : padded, t);
+    return arrange(v, name, row_axes[c->layout == THD], t);
 }
 
-int call_view_bias(call *c, PyObject *object, const char *name, heed_tensor *t)
+static int view_bias(call *c, PyObject *object, const char *name, heed_tensor *t)
 {
     view *v = open_view(c, object, name, 0);
     int axis[4];
@@ -111,7 +112,7 @@ int call_view_bias(call *c, PyObject *object, const char *name, heed_tensor *t)
     return v ? arrange(v, name, axis, t) : -1;
 }
 
-int call_view_heads(call *c, PyObject *object, const char *name, heed_tensor *t)
+static int view_heads(call *c, PyObject *object, const char *name, heed_tensor *t)
 {
     static const int heads[4] = { -1, 0, -1, -1 }, batch_and_heads[4] = { 0, 1, -1, -1 };
     view *v = open_view(c, object, name, 0);
@@ -278,7 +279,7 @@ static int read_options(call *c, PyObject *const *args)
 static int read_extras(call *c, PyObject *const *args)
 {
     if (args[ARG_MASK] != Py_None) {
-        if (call_view_bias(c, args[ARG_MASK], "mask", &c->a.mask))
+        if (view_bias(c, args[ARG_MASK], "mask", &c->a.mask))
             return -1;
         if (c->a.mask.dtype != HEED_BOOL) {
             PyErr_Format(PyExc_TypeError, "mask: dtype is %s, expected bool (numbers to be added are a bias)",
@@ -286,11 +287,11 @@ static int read_extras(call *c, PyObject *const *args)
             return -1;
         }
     }
-    if (args[ARG_BIAS] != Py_None && call_view_bias(c, args[ARG_BIAS], "bias", &c->a.bias))
+    if (args[ARG_BIAS] != Py_None && view_bias(c, args[ARG_BIAS], "bias", &c->a.bias))
         return -1;
-    if (args[ARG_ALIBI_SLOPES] != Py_None && call_view_heads(c, args[ARG_ALIBI_SLOPES], "alibi_slopes", &c->a.alibi))
+    if (args[ARG_ALIBI_SLOPES] != Py_None && view_heads(c, args[ARG_ALIBI_SLOPES], "alibi_slopes", &c->a.alibi))
         return -1;
-    if (args[ARG_SINK] != Py_None && call_view_heads(c, args[ARG_SINK], "sink", &c->a.sink))
+    if (args[ARG_SINK] != Py_None && view_heads(c, args[ARG_SINK], "sink", &c->a.sink))
         return -1;
     return 0;
 }
@@ -381,6 +382,17 @@ void call_close(call *c)
 
 /* ---- Results ---------------------------------------------------------------------------------------------------- */
 
+/* What arrange() would say of a new tensor. */
+static heed_tensor made(void *data, heed_dtype dtype, const int64_t *shape, const int64_t *stride, const int axis[4])
+{
+    heed_tensor t = { .data = data, .dtype = dtype };
+    for (int d = 0; d < 4; d++) {
+        t.shape[d] = axis[d] < 0 ? 1 : shape[axis[d]];
+        t.stride[d] = axis[d] < 0 ? 0 : stride[axis[d]];
+    }
+    return t;
+}
+
 PyObject *call_new_o(call *c)
 {
     const int *axis = layouts[c->layout].axis;
@@ -401,7 +413,13 @@ PyObject *call_new_o(call *c)
     stride[outer] = stride[inner] * (shape[inner] > 1 ? shape[inner] : 1);
     if (ndim == 4)
         stride[0] = stride[outer] * (shape[outer] > 1 ? shape[outer] : 1);
-    return memory_new(c->like, &c->q, ndim, shape, stride, c->q.dtype);
+    void *data;
+    PyObject *o = memory_new(c->like, &c->q, ndim, shape, stride, c->q.dtype, &data);
+    if (o && data)
+        c->a.o = made(data, c->a.q.dtype, shape, stride, axis);
+    else if (o && call_view(c, o, "o", 1, &c->a.o))
+        Py_CLEAR(o);
+    return o;
 }
 
 PyObject *call_new_lse(call *c)
@@ -412,11 +430,46 @@ PyObject *call_new_lse(call *c)
         stride[d] = next;
         next *= c->a.q.shape[d + first] > 1 ? c->a.q.shape[d + first] : 1;
     }
-    dl_dtype dtype = { DL_FLOAT, c->a.q.dtype == HEED_F64 ? 64 : 32, 1 };
-    return memory_new(c->like, &c->q, ndim, c->a.q.shape + first, stride, dtype);
+    heed_dtype type = c->a.q.dtype == HEED_F64 ? HEED_F64 : HEED_F32;
+    dl_dtype dtype = { DL_FLOAT, type == HEED_F64 ? 64 : 32, 1 };
+    void *data;
+    PyObject *lse = memory_new(c->like, &c->q, ndim, c->a.q.shape + first, stride, dtype, &data);
+    if (lse && data)
+        c->a.lse = made(data, type, c->a.q.shape + first, stride, row_axes[first]);
+    else if (lse && call_view_rows(c, lse, "lse", &c->a.lse))
+        Py_CLEAR(lse);
+    return lse;
 }
 
-PyObject *call_new_like(call *c, PyObject *object) { return memory_like(c->like, object); }
+PyObject *call_new_gradient(call *c, argument of, PyObject *object)
+{
+    /* Of q, k and v the views are open. */
+    view copy, *v = of == ARG_Q ? &c->q : of == ARG_K ? &c->others[0] : of == ARG_V ? &c->others[1] : &copy;
+    heed_tensor *t = of == ARG_Q      ? &c->g.d_q
+                     : of == ARG_K    ? &c->g.d_k
+                     : of == ARG_V    ? &c->g.d_v
+                     : of == ARG_BIAS ? &c->g.d_bias
+                                      : &c->g.d_sink;
+    const heed_tensor *model = of == ARG_Q ? &c->a.q : of == ARG_K ? &c->a.k : of == ARG_V ? &c->a.v : NULL;
+    void *data;
+    if (v == &copy && view_open(v, object, "gradient", 0))
+        return NULL;
+    PyObject *result = memory_like(object, v, &data);
+    if (v == &copy)
+        view_close(v);
+    if (!result)
+        return NULL;
+    if (data && model) {
+        *t = *model, t->data = data;
+        return result;
+    }
+    int bad = of == ARG_BIAS   ? view_bias(c, result, "dbias", t)
+              : of == ARG_SINK ? view_heads(c, result, "dsink", t)
+                               : call_view(c, result, "gradient", 1, t);
+    if (bad)
+        Py_CLEAR(result);
+    return result;
+}
 
 /* ---- Running ---------------------------------------------------------------------------------------------------- */
 

@@ -41,9 +41,9 @@ typedef struct call {
     heed_gradient g;
     heed_exec x;
     layout layout;
-    PyObject *like; /* q: results are made by its library; borrowed */
-    view q;         /* kept for shapes, strides and device */
-    view others[24];
+    PyObject *like;      /* q: results are made by its library; borrowed */
+    view q;              /* kept for shapes, strides and device */
+    view others[24];     /* k and v first */
     int open;            /* how many of others are in use */
     PyObject *workspace; /* device memory */
 } call;
@@ -56,14 +56,12 @@ void call_close(call *c);
 int call_view(call *c, PyObject *object, const char *name, int writable, heed_tensor *t);
 /* The same for lse and its gradient: [B, H, S], or [H, T] where packed. */
 int call_view_rows(call *c, PyObject *object, const char *name, heed_tensor *t);
-/* The same for bias (right-aligned to four dimensions) and sink ([H]). */
-int call_view_bias(call *c, PyObject *object, const char *name, heed_tensor *t);
-int call_view_heads(call *c, PyObject *object, const char *name, heed_tensor *t);
 
-/* New tensors of q's library on q's device: o, like q with v's columns; lse; a gradient, like what it is of. */
+/* New tensors of q's library on q's device, put into a and g: o, like q with v's columns; lse; the gradient of one of the
+ * arguments. NULL: an exception is set. */
 PyObject *call_new_o(call *c);
 PyObject *call_new_lse(call *c);
-PyObject *call_new_like(call *c, PyObject *object);
+PyObject *call_new_gradient(call *c, argument of, PyObject *object);
 
 /* Run it: checks, workspace, kernel; the GIL is released while the library works. -1: an exception is set. */
 int call_forward(call *c);

@@ -1,64 +1,35 @@
 #include "memory.h"
+#include "libtorch.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdlib.h>
 
 PyObject *memory_empty_function, *memory_stream_function;
 PyObject *memory_torch_empty_like, *memory_torch_empty_strided, *memory_torch_dtypes;
 
-/* ---- PyTorch's stable C interface ------------------------------------------------------------------------------- */
+/* ---- PyTorch's C functions ---------------------------------------------------------------------------------------- */
 
-/* Part of libtorch's stable ABI. Found at run time, as heed is built without PyTorch. All return 0 for success. */
-static struct {
-    int32_t (*empty_strided)(int64_t ndim, const int64_t *shape, const int64_t *stride, int32_t dtype,
-                             int32_t device_type, int32_t device, void **tensor);
-    int32_t (*to_python)(void *tensor, void *type, void **object);
-    int32_t (*delete_tensor)(void *tensor);
-    int32_t f32, f64, f16, bf16, u8, cpu, cuda;
-    int found;
-} shim;
-
-static int32_t constant(void *library, const char *name)
+static PyObject *by_libtorch(const view *v, int ndim, const int64_t *shape, const int64_t *stride, dl_dtype dtype,
+                             void **data)
 {
-    int32_t (*function)(void);
-    *(void **)&function = dlsym(library, name);
-    return function ? function() : -1;
-}
-
-void memory_use_torch_shim(const char *library)
-{
-    void *torch = dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
-    if (!torch)
-        return;
-    *(void **)&shim.empty_strided = dlsym(torch, "aoti_torch_empty_strided");
-    *(void **)&shim.to_python = dlsym(torch, "torch_tensor_to_pyobject");
-    *(void **)&shim.delete_tensor = dlsym(torch, "aoti_torch_delete_tensor_object");
-    shim.f32 = constant(torch, "aoti_torch_dtype_float32");
-    shim.f64 = constant(torch, "aoti_torch_dtype_float64");
-    shim.f16 = constant(torch, "aoti_torch_dtype_float16");
-    shim.bf16 = constant(torch, "aoti_torch_dtype_bfloat16");
-    shim.u8 = constant(torch, "aoti_torch_dtype_uint8");
-    shim.cpu = constant(torch, "aoti_torch_device_type_cpu");
-    shim.cuda = constant(torch, "aoti_torch_device_type_cuda");
-    shim.found = shim.empty_strided && shim.to_python && shim.delete_tensor && shim.cpu >= 0 && shim.cuda >= 0 &&
-                 shim.f32 >= 0 && shim.f64 >= 0 && shim.f16 >= 0 && shim.bf16 >= 0 && shim.u8 >= 0;
-}
-
-static PyObject *by_shim(const view *v, int ndim, const int64_t *shape, const int64_t *stride, dl_dtype dtype)
-{
-    int32_t type = dtype.code == DL_UINT     ? shim.u8
-                   : dtype.code == DL_BFLOAT ? shim.bf16
-                   : dtype.bits == 32        ? shim.f32
-                   : dtype.bits == 16        ? shim.f16
-                                             : shim.f64;
+    int32_t type = dtype.code == DL_UINT     ? libtorch.u8
+                   : dtype.code == DL_BFLOAT ? libtorch.bf16
+                   : dtype.bits == 32        ? libtorch.f32
+                   : dtype.bits == 16        ? libtorch.f16
+                                             : libtorch.f64;
     int cuda = v->device.type == DL_CUDA;
-    void *tensor, *object;
-    if (shim.empty_strided(ndim, shape, stride, type, cuda ? shim.cuda : shim.cpu, cuda ? v->device.id : 0, &tensor))
+    void *tensor, *object = NULL;
+    if (libtorch.empty_strided(ndim, shape, stride, type, cuda ? libtorch.cuda : libtorch.cpu, cuda ? v->device.id : 0,
+                               &tensor))
         return NULL;
-    int32_t bad = shim.to_python(tensor, NULL, &object);
-    shim.delete_tensor(tensor);
-    return bad ? NULL : object;
+    if (libtorch.data_of(tensor, data))
+        object = NULL;
+    else if (!libtorch.to_python)
+        object = libtorch.wrap(tensor);
+    else if (libtorch.to_python(tensor, NULL, &object))
+        object = NULL;
+    libtorch.delete_tensor(tensor);
+    return object;
 }
 
 /* ---- Any library ------------------------------------------------------------------------------------------------ */
@@ -79,13 +50,23 @@ static PyObject *tuple_of(int n, const int64_t *numbers)
     return tuple;
 }
 
-/* Packed in the usual order, as empty_like would make it too. */
-static int is_packed(const view *v)
+/* Whether the elements fill a stretch of memory, in whatever order of the dimensions: then empty_like keeps the strides. */
+static int is_dense(const view *v)
 {
     int64_t next = 1;
-    for (int d = v->ndim - 1; d >= 0; next *= v->shape[d--])
-        if (v->stride[d] != next || v->shape[d] == 0)
+    for (int left = (1 << v->ndim) - 1; left;) {
+        int inner = -1;
+        for (int d = 0; d < v->ndim; d++) {
+            if (left >> d & 1 && v->shape[d] == 1)
+                left &= ~(1 << d); /* its stride means nothing */
+            else if (left >> d & 1 && v->stride[d] == next)
+                inner = d;
+        }
+        if (left && (inner < 0 || v->shape[inner] == 0))
             return 0;
+        if (left)
+            left &= ~(1 << inner), next *= v->shape[inner];
+    }
     return 1;
 }
 
@@ -114,16 +95,18 @@ static PyObject *by_torch(PyObject *like, PyObject *sizes, PyObject *steps, cons
 }
 
 PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *shape, const int64_t *stride,
-                     dl_dtype dtype)
+                     dl_dtype dtype, void **data)
 {
     int torch = of_exchange(like);
-    if (shim.found && torch) {
-        PyObject *tensor = by_shim(v, ndim, shape, stride, dtype);
+    *data = NULL;
+    if (libtorch.makes_tensors && torch) {
+        PyObject *tensor = by_libtorch(v, ndim, shape, stride, dtype, data);
         if (tensor)
             return tensor; /* out of memory and the like are told by the way below */
         PyErr_Clear();
+        *data = NULL;
     }
-    if (torch && is_packed(v) && same_shape(v, ndim, shape, stride, dtype))
+    if (torch && is_dense(v) && same_shape(v, ndim, shape, stride, dtype))
         return PyObject_CallFunctionObjArgs(memory_torch_empty_like, like, NULL);
     static const char *const names[] = { [2] = "float16", [4] = "float32", [8] = "float64" };
     const char *name = dtype.code == DL_UINT ? "uint8" : dtype.code == DL_BFLOAT ? "bfloat16" : names[dtype.bits / 8];
@@ -137,27 +120,23 @@ PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *sha
     return result;
 }
 
-PyObject *memory_like(PyObject *like, PyObject *object)
+PyObject *memory_like(PyObject *like, const view *v, void **data)
 {
-    if (memory_torch_empty_like && of_exchange(like)) {
-        view v;
-        PyObject *tensor = NULL;
-        if (shim.found && !view_open(&v, object, "tensor", 0)) {
-            if (is_packed(&v))
-                tensor = by_shim(&v, v.ndim, v.shape, v.stride, v.dtype);
-            view_close(&v);
-        }
-        PyErr_Clear();
-        return tensor ? tensor : PyObject_CallFunctionObjArgs(memory_torch_empty_like, object, NULL);
-    }
-    return PyObject_CallFunction(memory_empty_function, "OOOO", object, Py_None, Py_None, Py_None);
+    *data = NULL;
+    if (!of_exchange(like))
+        return PyObject_CallFunction(memory_empty_function, "OOOO", like, Py_None, Py_None, Py_None);
+    if (is_dense(v))
+        return memory_new(like, v, v->ndim, v->shape, v->stride, v->dtype, data);
+    return PyObject_CallFunctionObjArgs(memory_torch_empty_like, like, NULL);
 }
 
 PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data)
 {
     int64_t shape = (int64_t)bytes, stride = 1;
-    PyObject *tensor = memory_new(like, v, 1, &shape, &stride, (dl_dtype){ DL_UINT, 8, 1 });
+    PyObject *tensor = memory_new(like, v, 1, &shape, &stride, (dl_dtype){ DL_UINT, 8, 1 }, data);
     view w;
+    if (tensor && *data)
+        return tensor;
     if (!tensor || view_open(&w, tensor, "workspace", 1)) {
         Py_XDECREF(tensor);
         return NULL;

@@ -9,13 +9,12 @@ extern PyObject *memory_empty_function, *memory_stream_function;
 /* torch.empty_like, torch.empty_strided and a dict from names to dtypes: quicker than them; NULL before torch is here. */
 extern PyObject *memory_torch_empty_like, *memory_torch_empty_strided, *memory_torch_dtypes;
 
-/* Finds the C functions of PyTorch 2.14 and later that make tensors without Python. Does nothing with earlier ones. */
-void memory_use_torch_shim(const char *library);
-
-/* A tensor on v's device, by the library of like, whose view is v. Strides in elements. */
+/* A tensor on v's device, by the library of like, whose view is v. Strides in elements. *data: where its memory is, if
+ * that is known already and its strides are those asked for; else NULL. */
 PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *shape, const int64_t *stride,
-                     dl_dtype dtype);
-PyObject *memory_like(PyObject *like, PyObject *object); /* shape, dtype, device and order of object */
+                     dl_dtype dtype, void **data);
+/* Shape, dtype, device and memory order of like, whose view is v. */
+PyObject *memory_like(PyObject *like, const view *v, void **data);
 /* Device memory, aligned, as a tensor that the caller drops when the work has been queued. */
 PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data);
 int memory_stream(PyObject *like, int device, void **stream);

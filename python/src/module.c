@@ -23,9 +23,11 @@ static PyObject *forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
         return NULL;
     int want_lse = PyObject_IsTrue(p[1]);
     if (want_lse >= 0 && !call_open(&c, p + 2)) {
-        o = p[0] == Py_None ? call_new_o(&c) : (Py_INCREF(p[0]), p[0]);
-        if (o && !call_view(&c, o, "output", 1, &c.a.o) &&
-            (!want_lse || ((lse = call_new_lse(&c)) && !call_view_rows(&c, lse, "lse", &c.a.lse))) && !call_forward(&c))
+        if (p[0] == Py_None)
+            o = call_new_o(&c);
+        else if (!call_view(&c, p[0], "output", 1, &c.a.o))
+            Py_INCREF(o = p[0]);
+        if (o && (!want_lse || (lse = call_new_lse(&c))) && !call_forward(&c))
             result = want_lse ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
     }
     call_close(&c);

@@ -1,4 +1,5 @@
 #include "torch.h"
+#include "libtorch.h"
 #include "memory.h"
 
 #include <string.h>
@@ -6,23 +7,26 @@
 PyObject *torch_otherwise;
 static PyObject *apply, *backward_otherwise, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast,
     *forward_ad;
-static PyObject *s_current_level, *s_requires_grad, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options,
-    *s_materialize_grads;
+static PyObject *s_current_level, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options, *s_materialize_grads;
 
-static const int differentiable[GRADIENTS] = { ARG_Q, ARG_K, ARG_V, ARG_BIAS, ARG_SINK };
+/* The descriptor of Tensor.requires_grad and how it is asked: quicker than to look for it in the type each time. */
+static PyObject *requires_grad_of;
+static PyObject *(*ask_requires_grad)(PyObject *descriptor, PyObject *object, PyObject *type);
+
+static const argument differentiable[GRADIENTS] = { ARG_Q, ARG_K, ARG_V, ARG_BIAS, ARG_SINK };
 /* Those that are a tensor where they are given. */
-static const int tensors[] = { ARG_Q,
-                               ARG_K,
-                               ARG_V,
-                               ARG_BIAS,
-                               ARG_SINK,
-                               ARG_MASK,
-                               ARG_ALIBI_SLOPES,
-                               ARG_LENGTHS_Q,
-                               ARG_LENGTHS_K,
-                               ARG_CU_SEQLENS_Q,
-                               ARG_CU_SEQLENS_K,
-                               ARG_DROPOUT_SEED };
+static const argument tensors[] = { ARG_Q,
+                                    ARG_K,
+                                    ARG_V,
+                                    ARG_BIAS,
+                                    ARG_SINK,
+                                    ARG_MASK,
+                                    ARG_ALIBI_SLOPES,
+                                    ARG_LENGTHS_Q,
+                                    ARG_LENGTHS_K,
+                                    ARG_CU_SEQLENS_Q,
+                                    ARG_CU_SEQLENS_K,
+                                    ARG_DROPOUT_SEED };
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
 int torch_prepare(void)
@@ -32,7 +36,6 @@ int torch_prepare(void)
         const char *text;
     } names[] = {
         { &s_current_level, "_current_level" },
-        { &s_requires_grad, "requires_grad" },
         { &s_to_save, "to_save" },
         { &s_saved_tensors, "saved_tensors" },
         { &s_needs_input_grad, "needs_input_grad" },
@@ -49,12 +52,16 @@ PyObject *torch_use(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *tensor, *parameter, *exchange;
-    const char *library;
-    if (!PyArg_ParseTuple(args, "OOOs(OOO)(OO)OOOOO", &tensor, &parameter, &exchange, &library,
-                          &memory_torch_empty_like, &memory_torch_empty_strided, &memory_torch_dtypes, &dispatch_modes,
-                          &autocast, &forward_ad, &is_grad_enabled, &functorch_active, &apply, &backward_otherwise))
+    if (!PyArg_ParseTuple(args, "OOO(OOO)(OOO)OOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_like,
+                          &memory_torch_empty_strided, &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes,
+                          &autocast, &requires_grad_of, &forward_ad, &functorch_active, &apply, &backward_otherwise))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
+    *(void **)&ask_requires_grad = PyType_GetSlot(Py_TYPE(requires_grad_of), Py_tp_descr_get);
+    if (!ask_requires_grad) {
+        PyErr_SetString(PyExc_TypeError, "requires_grad: expected a descriptor");
+        return NULL;
+    }
     if (exchange == Py_None)
         Py_RETURN_NONE;
     const dl_exchange *table = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
@@ -64,7 +71,7 @@ PyObject *torch_use(PyObject *module, PyObject *args)
         view_exchange_type = (PyTypeObject *)tensor;
         view_exchange_subtype = (PyTypeObject *)parameter;
         view_exchange = table;
-        memory_use_torch_shim(library);
+        libtorch_find();
     }
     PyErr_Clear();
     Py_RETURN_NONE;
@@ -89,9 +96,21 @@ static int requires_grad(PyObject *object)
 {
     if (object == Py_None)
         return 0;
-    PyObject *answer = PyObject_GetAttr(object, s_requires_grad);
+    PyObject *answer = ask_requires_grad(requires_grad_of, object, (PyObject *)Py_TYPE(object));
     Py_XDECREF(answer);
     return answer != Py_False;
+}
+
+static int grad_enabled(void) { return libtorch.grad_enabled ? libtorch.grad_enabled() : is_true(is_grad_enabled); }
+
+/* A mode that would have to see the operation, or autocast. */
+static int has_modes(void)
+{
+    enum { CPU = 0, CUDA = 1 }; /* c10::DeviceType */
+    if (libtorch.dispatch_modes ? libtorch.dispatch_modes() > 0 : is_true(dispatch_modes))
+        return 1;
+    return libtorch.autocast_enabled ? libtorch.autocast_enabled(CPU) || libtorch.autocast_enabled(CUDA)
+                                     : is_true(autocast);
 }
 
 /* Inside torch.autograd.forward_ad.dual_level() tensors may carry a tangent. */
@@ -111,12 +130,12 @@ static int is_ordinary(PyObject *const *args)
             return 0;
     if (args[ARG_ALIBI_SLOPES] != Py_None && requires_grad(args[ARG_ALIBI_SLOPES]))
         return 0;
-    return !is_true(dispatch_modes) && !is_true(autocast) && !has_tangents();
+    return !has_modes() && !has_tangents();
 }
 
 static int needs_autograd(PyObject *const *args)
 {
-    if (!is_true(is_grad_enabled))
+    if (!grad_enabled())
         return 0;
     for (int n = 0; n < GRADIENTS; n++)
         if (requires_grad(args[differentiable[n]]))
@@ -164,12 +183,7 @@ static int compute(PyObject *const *args, int want_lse, PyObject **o, PyObject *
         bad = -1;
     }
     not_understood = bad;
-    if (!bad)
-        bad = !(*o = call_new_o(&c)) || call_view(&c, *o, "o", 1, &c.a.o);
-    if (!bad && want_lse)
-        bad = !(*lse = call_new_lse(&c)) || call_view_rows(&c, *lse, "lse", &c.a.lse);
-    if (!bad)
-        bad = call_forward(&c);
+    bad = bad || !(*o = call_new_o(&c)) || (want_lse && !(*lse = call_new_lse(&c))) || call_forward(&c);
     call_close(&c);
     if (bad) {
         Py_CLEAR(*o);
@@ -296,8 +310,6 @@ int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, 
                     PyObject **made)
 {
     call c;
-    heed_tensor *const to[GRADIENTS] = { &c.g.d_q, &c.g.d_k, &c.g.d_v, &c.g.d_bias, &c.g.d_sink };
-    static const char *const names[GRADIENTS] = { "dq", "dk", "dv", "dbias", "dsink" };
     memset(&c.g, 0, sizeof c.g);
     int bad = call_open(&c, args) || call_view(&c, o, "o", 0, &c.a.o) || call_view_rows(&c, lse, "lse", &c.a.lse) ||
               call_view(&c, d_o, "do", 0, &c.g.d_o) ||
@@ -307,14 +319,8 @@ int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, 
         made[n] = NULL;
         if (bad || !wants[n] || of == Py_None)
             continue;
-        if (!(made[n] = call_new_like(&c, of)))
+        if (!(made[n] = call_new_gradient(&c, differentiable[n], of)))
             bad = -1;
-        else if (n == GRAD_BIAS)
-            bad = call_view_bias(&c, made[n], names[n], to[n]);
-        else if (n == GRAD_SINK)
-            bad = call_view_heads(&c, made[n], names[n], to[n]);
-        else
-            bad = call_view(&c, made[n], names[n], 1, to[n]);
     }
     bad = bad || call_backward(&c);
     call_close(&c);
@@ -361,7 +367,7 @@ PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize
 {
     (void)module;
     PyObject *ctx = p[0], *d_o = p[1], *d_lse = n > 2 ? p[2] : Py_None;
-    if (d_o == Py_None || is_true(is_grad_enabled)) /* only lse was used; or a graph of the backward is wanted */
+    if (d_o == Py_None || grad_enabled()) /* only lse was used; or a graph of the backward is wanted */
         return PyObject_CallFunctionObjArgs(backward_otherwise, ctx, d_o, d_lse, NULL);
 
     PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = kept ? PyObject_GetAttr(ctx, s_options) : NULL;

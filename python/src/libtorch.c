@@ -1,0 +1,45 @@
+#include "libtorch.h"
+
+#include <dlfcn.h>
+
+struct libtorch libtorch;
+
+static int32_t constant(void *library, const char *name)
+{
+    int32_t (*function)(void);
+    *(void **)&function = dlsym(library, name);
+    return function ? function() : -1;
+}
+
+void libtorch_find(void)
+{
+    void *library = dlopen("libtorch_python.so", RTLD_NOLOAD | RTLD_LAZY); /* and those that it is linked with */
+    if (!library)
+        return;
+    const struct {
+        void *to;
+        const char *name;
+    } functions[] = {
+        { &libtorch.empty_strided, "aoti_torch_empty_strided" },
+        { &libtorch.data_of, "aoti_torch_get_data_ptr" },
+        { &libtorch.delete_tensor, "aoti_torch_delete_tensor_object" },
+        { &libtorch.to_python, "torch_tensor_to_pyobject" },
+        { &libtorch.grad_enabled, "aoti_torch_grad_mode_is_enabled" },
+        { &libtorch.wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseE" },
+        { &libtorch.autocast_enabled, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE" },
+        { &libtorch.dispatch_modes, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv" },
+    };
+    for (size_t n = 0; n < sizeof functions / sizeof *functions; n++)
+        *(void **)functions[n].to = dlsym(library, functions[n].name);
+    libtorch.f32 = constant(library, "aoti_torch_dtype_float32");
+    libtorch.f64 = constant(library, "aoti_torch_dtype_float64");
+    libtorch.f16 = constant(library, "aoti_torch_dtype_float16");
+    libtorch.bf16 = constant(library, "aoti_torch_dtype_bfloat16");
+    libtorch.u8 = constant(library, "aoti_torch_dtype_uint8");
+    libtorch.cpu = constant(library, "aoti_torch_device_type_cpu");
+    libtorch.cuda = constant(library, "aoti_torch_device_type_cuda");
+    libtorch.makes_tensors = libtorch.empty_strided && libtorch.data_of && libtorch.delete_tensor &&
+                             (libtorch.to_python || libtorch.wrap) && libtorch.f32 >= 0 && libtorch.f64 >= 0 &&
+                             libtorch.f16 >= 0 && libtorch.bf16 >= 0 && libtorch.u8 >= 0 && libtorch.cpu >= 0 &&
+                             libtorch.cuda >= 0;
+}
