@@ -39,15 +39,21 @@ def peak_bytes(call, device):
 
 def call_us(call, device, bursts=30, burst=20):
     """Microseconds until the call returns, at best; meant for inputs so small that the work itself does not matter."""
-    best = float("inf")
+    return calls_us({"": call}, device, bursts, burst)[""][0]
+
+
+def calls_us(calls, device, bursts=30, burst=20):
+    """The same for several calls by name, (least, median) for each. They take turns: what else the machine does meets all."""
+    samples = {name: [] for name in calls}
     for _ in range(bursts):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # an idle device: a full queue would make the calls wait
-        start = time.perf_counter()
-        for _ in range(burst):
-            call()
-        best = min(best, (time.perf_counter() - start) / burst)
-    return best * 1e6
+        for name, call in calls.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # an idle device: a full queue would make the calls wait
+            start = time.perf_counter()
+            for _ in range(burst):
+                call()
+            samples[name].append((time.perf_counter() - start) / burst * 1e6)
+    return {name: (min(us), statistics.median(us)) for name, us in samples.items()}
 
 
 def _cpu_ms(call, budget_ms):

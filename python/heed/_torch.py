@@ -102,8 +102,7 @@ def attention(return_lse: bool, a: Arguments) -> Any:
         return (o, lse) if return_lse else o
     differentiable = [getattr(a, name) for name in _DIFFERENTIABLE]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
-        rest = () if a.bias is None and a.sink is None else (a.bias, a.sink)
-        return _Attention.apply(a.q, a.k, a.v, [*a, return_lse], *rest)
+        return _C.apply(return_lse, *a)
     return _C.forward(None, return_lse, *a)
 
 
@@ -124,7 +123,7 @@ def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tu
 
 
 class _Attention(torch.autograd.Function):
-    """Inputs: q, k, v, a list of the arguments and return_lse, and, where one of them is not None, bias and sink."""
+    """Inputs: q, k, v, all arguments in one object, and, where one of them is not None, bias and sink."""
 
     forward = staticmethod(_C.function_forward)
     backward = staticmethod(_C.function_backward)

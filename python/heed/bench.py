@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import heed
-from heed._measure import call_us, milliseconds, peak_bytes
+from heed._measure import call_us, calls_us, milliseconds, peak_bytes
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SDPA = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -172,6 +172,23 @@ class Bench:
         progress.clear()
 
 
+def overhead(device, bursts=100):
+    """What a call costs before it returns, beside PyTorch's, which is free to choose its own way."""
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    ways = {"heed": heed.attention, "PyTorch": torch.nn.functional.scaled_dot_product_attention}
+    print(f"{'us until the call returns: least, median':42}" + "".join(f"{name:>16}" for name in ways) + f"{'ratio':>8}")
+    for shape in (1, 1, 1, 8), (1, 2, 16, 32):
+        problem = Problem(dtype, shape[0], *2 * (shape[1],), *2 * (shape[2],), shape[3], False)
+        plain, _ = tensors(problem, device, False)
+        leaves, d_o = tensors(problem, device, True)
+        kinds = {"without gradient": lambda way: lambda: way(*plain), "with gradient": lambda way: lambda: way(*leaves),
+                 "forward and backward": lambda way: lambda: torch.autograd.grad(way(*leaves), leaves, d_o)}
+        for kind, call in kinds.items():
+            results = calls_us({name: call(way) for name, way in ways.items()}, device, bursts)
+            cells = "".join(f" {least:7.2f} {median:7.2f}" for least, median in results.values())
+            print(f"{describe(problem):21}{kind:21}{cells} {results['heed'][0] / results['PyTorch'][0]:7.2f}", flush=True)
+
+
 class Progress:
     """One line on a terminal's standard error; nothing elsewhere."""
 
@@ -295,6 +312,7 @@ def parse(arguments):
                                 epilog="\n".join(__doc__.splitlines()[2:]))
     p.add_argument("--mine", type=shape, action="append", metavar="B,H,S,D",
                    help="your own shape, instead of the sweep; H may be H:Hk and S may be Sq:Sk; repeatable")
+    p.add_argument("--overhead", action="store_true", help="only what a call costs before it returns, on tiny tensors")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", type=listed, metavar="LIST", help=f"of {','.join(DTYPES)}")
     p.add_argument("--head-dim", type=numbers, default=[64, 128], metavar="LIST", help="(64,128)")
@@ -338,6 +356,8 @@ def main(arguments=None):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         title = o.title or f"heed {heed.__version__} and PyTorch {torch.__version__} on {name}"
         print(title)
+        if o.overhead:
+            return overhead(device)
         bench = Bench(device, ["heed", *filter(None, o.peers)], o.budget)
         table = Table(bench.names, device)
 

@@ -12,6 +12,14 @@ int call_fail(heed_status status)
     return -1;
 }
 
+int call_count(const char *name, Py_ssize_t given, Py_ssize_t expected)
+{
+    if (given == expected)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s: takes %zd arguments, got %zd", name, expected, given);
+    return -1;
+}
+
 /* ---- Tensors ---------------------------------------------------------------------------------------------------- */
 
 static int heed_dtype_of(const view *v, const char *name, heed_dtype *dtype)
@@ -494,13 +502,16 @@ static heed_status compute_without_gil(const call *c, const heed_gradient *g)
     Py_END_ALLOW_THREADS return status;
 }
 
-/* To ask how much workspace is needed costs as much as to find out that there is enough: so that comes first. */
+/* To ask how much workspace is needed costs as much as to find out that there is enough: so that comes first, but for a
+ * backward on a GPU, which is seldom without. */
 static int run(call *c, const heed_gradient *g)
 {
     int on_host = c->x.backend != HEED_CUDA;
+    heed_status status = HEED_NO_WORKSPACE;
     c->x.workspace = on_host ? memory_scratch() : NULL;
     c->x.workspace_bytes = c->x.workspace ? MEMORY_SCRATCH : 0;
-    heed_status status = is_brief(c) ? compute(c, g) : compute_without_gil(c, g);
+    if (on_host || !g)
+        status = is_brief(c) ? compute(c, g) : compute_without_gil(c, g);
     if (status != HEED_NO_WORKSPACE)
         return status ? call_fail(status) : 0;
 
@@ -508,9 +519,9 @@ static int run(call *c, const heed_gradient *g)
         return call_fail(status);
     if (on_host)
         c->x.workspace = memory_borrow(c->x.workspace_bytes);
-    else
+    else if (c->x.workspace_bytes)
         c->workspace = memory_bytes(c->like, &c->q, c->x.workspace_bytes, &c->x.workspace);
-    if (!c->x.workspace)
+    if (!c->x.workspace && c->x.workspace_bytes)
         return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
     status = compute_without_gil(c, g);
     if (on_host)

@@ -67,6 +67,9 @@ PyObject *call_new_gradient(call *c, argument of, PyObject *object);
 int call_forward(call *c);
 int call_backward(call *c);
 
+/* -1 and an exception where a function of the module was given another number of arguments than it takes. */
+int call_count(const char *name, Py_ssize_t given, Py_ssize_t expected);
+
 /* The exception for what the library's last call of this thread found wrong. */
 int call_fail(heed_status status);
 

@@ -5,21 +5,13 @@
 #include "parts.h"
 #include "torch.h"
 
-static int check_count(const char *name, Py_ssize_t given, Py_ssize_t expected)
-{
-    if (given == expected)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "%s: takes %zd arguments, got %zd", name, expected, given);
-    return -1;
-}
-
 /* forward(out, want_lse, *arguments) -> o, or (o, lse). No autograd. out: None, or where o is to be written. */
 static PyObject *forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
     PyObject *o = NULL, *lse = NULL, *result = NULL;
     call c;
-    if (check_count("forward", n, 2 + ARGUMENTS))
+    if (call_count("forward", n, 2 + ARGUMENTS))
         return NULL;
     int want_lse = PyObject_IsTrue(p[1]);
     if (want_lse >= 0 && !call_open(&c, p + 2)) {
@@ -41,7 +33,7 @@ static PyObject *forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 static PyObject *backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    if (check_count("backward", n, 5 + ARGUMENTS))
+    if (call_count("backward", n, 5 + ARGUMENTS))
         return NULL;
     int wants[GRADIENTS];
     for (int i = 0; i < GRADIENTS; i++) {
@@ -78,7 +70,7 @@ static PyObject *set_threads(PyObject *module, PyObject *number)
 static PyObject *explain(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    if (check_count("explain", n, 2 + ARGUMENTS))
+    if (call_count("explain", n, 2 + ARGUMENTS))
         return NULL;
     call c;
     PyObject *result = NULL;
@@ -147,6 +139,7 @@ static PyMethodDef methods[] = {
     { "merge", FAST(parts_merge), NULL },
     { "delta", FAST(parts_delta), NULL },
     { "attention", FAST(torch_attention), NULL },
+    { "apply", FAST(torch_apply), NULL },
     { "function_forward", FAST(torch_function_forward), NULL },
     { "function_backward", FAST(torch_function_backward), NULL },
     { "function_state", torch_function_state, METH_O, NULL },

@@ -29,6 +29,33 @@ static const argument tensors[] = { ARG_Q,
                                     ARG_DROPOUT_SEED };
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
+/* The arguments of a call, from the autograd function's forward to its backward. Tensors stay in it until they are saved:
+ * then they are NULL here. */
+typedef struct pack {
+    PyObject_HEAD PyObject *args[ARGUMENTS];
+    int return_lse;
+} pack;
+static PyTypeObject *pack_type;
+
+static void pack_free(PyObject *self)
+{
+    for (int n = 0; n < ARGUMENTS; n++)
+        Py_XDECREF(((pack *)self)->args[n]);
+    PyObject_Free(self);
+    Py_DECREF(pack_type);
+}
+
+static pack *pack_new(PyObject *return_lse, PyObject *const *args)
+{
+    pack *made = PyObject_New(pack, pack_type);
+    if (!made)
+        return NULL;
+    made->return_lse = return_lse == Py_True;
+    for (int n = 0; n < ARGUMENTS; n++)
+        Py_INCREF(made->args[n] = args[n]);
+    return made;
+}
+
 int torch_prepare(void)
 {
     const struct {
@@ -45,7 +72,10 @@ int torch_prepare(void)
     for (size_t n = 0; n < sizeof names / sizeof *names; n++)
         if (!(*names[n].to = PyUnicode_InternFromString(names[n].text)))
             return -1;
-    return 0;
+    PyType_Slot slots[] = { { Py_tp_dealloc, pack_free }, { 0, NULL } };
+    PyType_Spec spec = { "heed._C.Arguments", sizeof(pack), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                         slots };
+    return (pack_type = (PyTypeObject *)PyType_FromSpec(&spec)) ? 0 : -1;
 }
 
 PyObject *torch_use(PyObject *module, PyObject *args)
@@ -192,25 +222,26 @@ static int compute(PyObject *const *args, int want_lse, PyObject **o, PyObject *
     return bad;
 }
 
-/* Inputs of the autograd function: q, k, v, the list of all arguments and return_lse, and, only where there is one of
- * them, bias and sink: every input costs time. */
-enum { IN_Q, IN_K, IN_V, IN_LIST, IN_BIAS, IN_SINK };
+/* Inputs of the autograd function: q, k, v, all arguments in a pack, and, only where there is one of them, bias and sink:
+ * every input costs time. */
+enum { IN_Q, IN_K, IN_V, IN_PACK, IN_BIAS, IN_SINK };
 
 static PyObject *with_autograd(PyObject *return_lse, PyObject *const *args)
 {
-    PyObject *list = PyList_New(ARGUMENTS + 1), *result = NULL;
-    if (!list)
+    pack *all = pack_new(return_lse, args);
+    if (!all)
         return NULL;
-    for (int n = 0; n <= ARGUMENTS; n++) {
-        PyObject *value = n < ARGUMENTS ? args[n] : return_lse;
-        Py_INCREF(value);
-        PyList_SetItem(list, n, value);
-    }
     int few = args[ARG_BIAS] == Py_None && args[ARG_SINK] == Py_None;
-    result = PyObject_CallFunctionObjArgs(apply, args[ARG_Q], args[ARG_K], args[ARG_V], list,
-                                          few ? NULL : args[ARG_BIAS], args[ARG_SINK], NULL);
-    Py_DECREF(list);
+    PyObject *result = PyObject_CallFunctionObjArgs(apply, args[ARG_Q], args[ARG_K], args[ARG_V], all,
+                                                    few ? NULL : args[ARG_BIAS], args[ARG_SINK], NULL);
+    Py_DECREF(all);
     return result;
+}
+
+PyObject *torch_apply(PyObject *module, PyObject *const *p, Py_ssize_t n)
+{
+    (void)module;
+    return call_count("apply", n, 1 + ARGUMENTS) ? NULL : with_autograd(p[0], p + 1);
 }
 
 static PyObject *without_autograd(PyObject *return_lse, PyObject *const *args)
@@ -229,10 +260,8 @@ static PyObject *without_autograd(PyObject *return_lse, PyObject *const *args)
 PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    if (n != 1 + ARGUMENTS) {
-        PyErr_Format(PyExc_TypeError, "attention: takes %d arguments, got %zd", 1 + ARGUMENTS, n);
+    if (call_count("attention", n, 1 + ARGUMENTS))
         return NULL;
-    }
     PyObject *result = NULL;
     if (is_ordinary(p + 1)) {
         not_understood = 0;
@@ -257,50 +286,45 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
 
 /* ---- The autograd function -------------------------------------------------------------------------------------- */
 
-/* Tensors go through save_for_backward, which watches for changes in place and lets hooks move them. The list of
- * arguments stays in ctx.options with an Ellipsis in the place of each. */
-static int remember(PyObject *ctx, PyObject *list, PyObject *o, PyObject *lse)
+/* Tensors go through save_for_backward, which watches for changes in place and lets hooks move them; the pack, without
+ * them, stays in ctx.options. */
+static int remember(PyObject *ctx, pack *all, PyObject *o, PyObject *lse)
 {
-    int return_lse = PyList_GetItem(list, ARGUMENTS) == Py_True;
     PyObject *kept[2 + TENSORS] = { o, lse };
     int count = 2;
-    for (int n = 0; n < TENSORS; n++) {
-        PyObject *value = PyList_GetItem(list, tensors[n]);
-        if (is_plain(value))
-            kept[count++] = value;
-    }
-    PyObject *tuple = PyTuple_New(count);
-    if (!tuple)
-        return -1;
-    for (int n = 0; n < count; n++) {
-        Py_INCREF(kept[n]);
-        PyTuple_SetItem(tuple, n, kept[n]);
-    }
+    Py_INCREF(o);
+    Py_INCREF(lse);
     for (int n = 0; n < TENSORS; n++)
-        if (is_plain(PyList_GetItem(list, tensors[n]))) {
-            Py_INCREF(Py_Ellipsis);
-            PyList_SetItem(list, tensors[n], Py_Ellipsis);
+        if (is_plain(all->args[tensors[n]])) {
+            kept[count++] = all->args[tensors[n]];
+            all->args[tensors[n]] = NULL;
         }
-    int bad = PyObject_SetAttr(ctx, s_to_save, tuple) || PyObject_SetAttr(ctx, s_options, list) ||
-              (return_lse && PyObject_SetAttr(ctx, s_materialize_grads, Py_False));
-    Py_DECREF(tuple);
+    PyObject *tuple = PyTuple_New(count);
+    for (int n = 0; n < count; n++) {
+        if (tuple)
+            PyTuple_SetItem(tuple, n, kept[n]);
+        else
+            Py_DECREF(kept[n]);
+    }
+    int bad = !tuple || PyObject_SetAttr(ctx, s_to_save, tuple) || PyObject_SetAttr(ctx, s_options, (PyObject *)all) ||
+              (all->return_lse && PyObject_SetAttr(ctx, s_materialize_grads, Py_False));
+    Py_XDECREF(tuple);
     return bad;
 }
 
 PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    PyObject *args[ARGUMENTS], *o, *lse, *result = NULL, *list = n > 1 + IN_LIST ? p[1 + IN_LIST] : Py_None;
-    if (!PyList_Check(list) || PyList_Size(list) != ARGUMENTS + 1) {
-        PyErr_SetString(PyExc_TypeError, "function_forward: takes ctx, q, k, v, a list, and perhaps bias and sink");
+    PyObject *o, *lse, *result = NULL;
+    pack *all = n > 1 + IN_PACK ? (pack *)p[1 + IN_PACK] : NULL;
+    if (!all || Py_TYPE(p[1 + IN_PACK]) != pack_type || !all->args[ARG_Q]) {
+        PyErr_SetString(PyExc_TypeError, "function_forward: takes ctx, q, k, v, a pack, and perhaps bias and sink");
         return NULL;
     }
-    for (int i = 0; i < ARGUMENTS; i++)
-        args[i] = PyList_GetItem(list, i);
-    if (compute(args, 1, &o, &lse))
+    if (compute(all->args, 1, &o, &lse))
         return NULL;
-    if (!remember(p[0], list, o, lse))
-        result = PyList_GetItem(list, ARGUMENTS) == Py_True ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
+    if (!remember(p[0], all, o, lse))
+        result = all->return_lse ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
     Py_DECREF(o);
     Py_DECREF(lse);
     return result;
@@ -333,32 +357,39 @@ int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, 
     return bad ? -1 : 0;
 }
 
-/* What remember() kept, put together again. All references are borrowed from kept and list. */
-static void recall(PyObject *kept, PyObject *list, PyObject **args)
+/* What remember() kept, put together again. The references in args are borrowed from the other two, which are new. */
+static int recall(PyObject *ctx, PyObject **kept, PyObject **options, PyObject **args)
 {
+    *kept = PyObject_GetAttr(ctx, s_saved_tensors);
+    *options = *kept ? PyObject_GetAttr(ctx, s_options) : NULL;
+    if (!*options || Py_TYPE(*options) != pack_type) {
+        Py_CLEAR(*kept);
+        Py_CLEAR(*options);
+        return -1;
+    }
     int next = 2;
-    for (int n = 0; n < ARGUMENTS; n++)
-        args[n] = PyList_GetItem(list, n);
+    memcpy(args, ((pack *)*options)->args, ARGUMENTS * sizeof *args);
     for (int n = 0; n < TENSORS; n++)
-        if (args[tensors[n]] == Py_Ellipsis)
-            args[tensors[n]] = PyTuple_GetItem(kept, next++);
+        if (!args[tensors[n]])
+            args[tensors[n]] = PyTuple_GetItem(*kept, next++);
+    return 0;
 }
 
 PyObject *torch_function_state(PyObject *module, PyObject *ctx)
 {
     (void)module;
-    PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = kept ? PyObject_GetAttr(ctx, s_options) : NULL;
-    PyObject *arguments = list ? PyTuple_New(ARGUMENTS) : NULL, *args[ARGUMENTS], *result = NULL;
-    if (arguments) {
-        recall(kept, list, args);
-        for (int n = 0; n < ARGUMENTS; n++) {
-            Py_INCREF(args[n]);
-            PyTuple_SetItem(arguments, n, args[n]);
-        }
-        result = PyTuple_Pack(3, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), arguments);
+    PyObject *kept, *options, *args[ARGUMENTS], *result = NULL;
+    if (recall(ctx, &kept, &options, args))
+        return NULL;
+    PyObject *arguments = PyTuple_New(ARGUMENTS);
+    for (int n = 0; arguments && n < ARGUMENTS; n++) {
+        Py_INCREF(args[n]);
+        PyTuple_SetItem(arguments, n, args[n]);
     }
-    Py_XDECREF(kept);
-    Py_XDECREF(list);
+    if (arguments)
+        result = PyTuple_Pack(3, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), arguments);
+    Py_DECREF(kept);
+    Py_DECREF(options);
     Py_XDECREF(arguments);
     return result;
 }
@@ -370,13 +401,13 @@ PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize
     if (d_o == Py_None || grad_enabled()) /* only lse was used; or a graph of the backward is wanted */
         return PyObject_CallFunctionObjArgs(backward_otherwise, ctx, d_o, d_lse, NULL);
 
-    PyObject *kept = PyObject_GetAttr(ctx, s_saved_tensors), *list = kept ? PyObject_GetAttr(ctx, s_options) : NULL;
-    PyObject *needs = list ? PyObject_GetAttr(ctx, s_needs_input_grad) : NULL, *result = NULL;
+    static const int input[GRADIENTS] = { IN_Q, IN_K, IN_V, IN_BIAS, IN_SINK };
+    PyObject *kept, *options, *args[ARGUMENTS], *made[GRADIENTS], *result = NULL;
+    if (recall(ctx, &kept, &options, args))
+        return NULL;
+    PyObject *needs = PyObject_GetAttr(ctx, s_needs_input_grad);
     if (needs) {
-        static const int input[GRADIENTS] = { IN_Q, IN_K, IN_V, IN_BIAS, IN_SINK };
-        PyObject *args[ARGUMENTS], *made[GRADIENTS];
         int inputs = (int)PyTuple_Size(needs), wants[GRADIENTS];
-        recall(kept, list, args);
         for (int i = 0; i < GRADIENTS; i++)
             wants[i] = input[i] < inputs && PyTuple_GetItem(needs, input[i]) == Py_True;
         if (!torch_gradients(d_o, d_lse, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), wants, args, made)) {
@@ -386,8 +417,8 @@ PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize
                 Py_DECREF(made[i]);
         }
     }
-    Py_XDECREF(kept);
-    Py_XDECREF(list);
+    Py_DECREF(kept);
+    Py_DECREF(options);
     Py_XDECREF(needs);
     return result;
 }

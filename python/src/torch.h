@@ -18,8 +18,11 @@ int torch_prepare(void);
  * autograd; everything else, and every argument that is not understood here, goes to the Python function torch_otherwise. */
 PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n);
 
-/* Those of an autograd.Function: forward(ctx, q, k, v, [*arguments, return_lse]), with bias and sink behind them where
- * one of them is not None; backward(ctx, do) or backward(ctx, do, dlse). */
+/* apply(return_lse, *arguments): the same for tensors, with autograd, whatever the context is. */
+PyObject *torch_apply(PyObject *module, PyObject *const *p, Py_ssize_t n);
+
+/* Those of an autograd.Function: forward(ctx, q, k, v, pack of all arguments), with bias and sink behind them where one of
+ * them is not None; backward(ctx, do) or backward(ctx, do, dlse). */
 PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_t n);
 PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize_t n);
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import problems
+from problems import check_close, problems
 
 import heed
 
@@ -61,10 +61,15 @@ def test_the_same_call_gives_the_same_bits(data, device):
 @given(data=st.data(), size=st.sampled_from([1e-30, 1.0, 1e4, 3e37]))
 @_FEW
 def test_no_input_of_any_size_gives_nan_or_inf(data, device, size):
+    """Scores up to the largest float: what is beyond, the sums of q k^T cannot hold."""
     p = data.draw(problems(device))
+    q = p.q.double() * size
+    if q.numel() and p.k.numel():
+        scale = max(1.0, abs(p.options.get("scale") or 0.0))
+        most = q.abs().sum(-1).max() * p.k.double().abs().max() * scale
+        q = q * (3e38 / most).clamp(max=1.0)
     largest = torch.finfo(p.q.dtype).max
-    q = (p.q.double() * size).clamp(-largest, largest).to(p.q.dtype)
-    o = heed.attention(q, p.k, p.v, **p.options)
+    o = heed.attention(q.clamp(-largest, largest).to(p.q.dtype), p.k, p.v, **p.options)
     assert o.isfinite().all()
 
 
@@ -132,7 +137,10 @@ def test_strided_attention_is_attention_over_every_nth_key(data, device):
     q, k, v = (_rows(p, t) for t in (p.q, p.k, p.v))
     n = data.draw(st.integers(1, 8))
     strided = heed.attention(q, k, v, stride=n)
-    assert torch.equal(strided, heed.attention(q, k[:, :, ::n], v[:, :, ::n]))
+    sliced = heed.attention(q, k[:, :, ::n], v[:, :, ::n])
+    check_close("strided", strided, sliced, q.dtype)
+    if device == "cpu":  # one kernel takes both; on a GPU slices may be for another one
+        assert torch.equal(strided, sliced)
     assert torch.equal(strided, heed.CustomStridedAttention(n)(q, k, v))
 
 

@@ -429,19 +429,29 @@ def test_many_threads_at_once(device):
     assert not failures
 
 
-def test_data_parallel_training(device):
+@pytest.mark.parametrize("way", ["replicated", "sharded"])
+def test_data_parallel_training(device, way):
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     layer = heed.nn.Attention(16, 2, causal=True, device=device)
     x = torch.randn(2, 5, 16, device=device)
     want = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if device == "cuda" and way == "sharded" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        torch.nn.parallel.DistributedDataParallel(layer)(x).sum().backward()
+        if way == "replicated":
+            torch.nn.parallel.DistributedDataParallel(layer)(x).sum().backward()
+            got = [p.grad for p in layer.parameters()]
+        else:
+            fully_shard(layer, mesh=init_device_mesh(device, (1,)))
+            layer(x).sum().backward()
+            got = [p.grad.full_tensor() for p in layer.parameters()]
     finally:
         dist.destroy_process_group()
-    same([p.grad for p in layer.parameters()], want)
+    same(got, want)
 
 
 def test_old_ways_in_give_the_same_bits(device):
