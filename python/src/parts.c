@@ -3,14 +3,6 @@
 
 #include <string.h>
 
-static int check_count(const char *name, Py_ssize_t given, Py_ssize_t expected)
-{
-    if (given == expected)
-        return 0;
-    PyErr_Format(PyExc_TypeError, "%s: takes %zd arguments, got %zd", name, expected, given);
-    return -1;
-}
-
 static int read_positions(call *c, PyObject *tuple)
 {
     int64_t *const to[] = { &c->a.query_position, &c->a.query_step, &c->a.key_position, &c->a.key_step };
@@ -30,7 +22,7 @@ static int read_positions(call *c, PyObject *tuple)
 PyObject *parts_forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    if (check_count("part_forward", n, 3 + ARGUMENTS))
+    if (call_count("part_forward", n, 3 + ARGUMENTS))
         return NULL;
     call c;
     int bad = call_open(&c, p + 3) || read_positions(&c, p[2]) || call_view(&c, p[0], "o", 1, &c.a.o) ||
@@ -42,7 +34,7 @@ PyObject *parts_forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 PyObject *parts_backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    if (check_count("part_backward", n, 8 + ARGUMENTS))
+    if (call_count("part_backward", n, 8 + ARGUMENTS))
         return NULL;
     call c;
     memset(&c.g, 0, sizeof c.g);
@@ -83,7 +75,7 @@ static PyObject *close_rows(call *c, int bad)
 PyObject *parts_merge(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    if (check_count("merge", n, 4))
+    if (call_count("merge", n, 4))
         return NULL;
     call c;
     heed_tensor o, lse, o2, lse2;
@@ -100,7 +92,7 @@ PyObject *parts_merge(PyObject *module, PyObject *const *p, Py_ssize_t n)
 PyObject *parts_delta(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
-    if (check_count("delta", n, 4))
+    if (call_count("delta", n, 4))
         return NULL;
     call c;
     heed_tensor o, d_o, d_lse, delta;
