@@ -277,9 +277,9 @@ def dies(group: Any, when: str) -> float:
     q, k, v, _, _ = problem(16)
     if dist.get_rank(group) == dist.get_world_size(group) - 1:
         if when == "ring":
-            from heed.distributed import _methods
+            from heed.distributed import _work
 
-            _methods.Forward.add = lambda *_: os._exit(1)  # type: ignore[method-assign]
+            _work.Forward.add = lambda *_: os._exit(1)  # type: ignore[method-assign]
         else:
             os._exit(1)
     begin = time.monotonic()

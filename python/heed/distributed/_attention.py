@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from heed._arguments import type_name
-from heed.distributed import _methods, _plan
+from heed.distributed import _methods, _plan, _work
 from heed.distributed._link import Link, group_of
 from heed.distributed._shards import band, check_shards, pieces_of, size
 
@@ -93,11 +93,9 @@ def attention(
     plan, on_stride = _methods.plan_of(
         method, link.me, shards, rows, keys, starts, limits, stride, q.shape[1], k.shape[1]
     )  # fmt: skip
-    scores = _methods.Scores(
-        limits, plan.offset, scale, softcap, None if alibi_slopes is None else alibi_slopes.float()
-    )
+    scores = _work.Scores(limits, plan.offset, scale, softcap, None if alibi_slopes is None else alibi_slopes.float())
     if on_stride is not None:
-        k, v = (t.index_select(2, _methods.on_device(on_stride, t.device)) for t in (k, v))
+        k, v = (t.index_select(2, _work.on_device(on_stride, t.device)) for t in (k, v))
     o, lse = _Attention.apply(q, k, v, link, plan, scores, number)
     o = o.transpose(1, 2) if layout == "bshd" else o
     return (o, lse) if return_lse else o

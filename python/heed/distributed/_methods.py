@@ -1,8 +1,7 @@
 """How keys and values reach the queries that see them. P ranks are U x R, rank r * U + u:
 
-    ulysses part    the U ranks of a team exchange heads for rows (all-to-all): each then has the team's rows for 1/U of
-    the
-                    heads, and gives results back the same way
+    ulysses part    the U ranks of a team exchange heads for rows (all-to-all): each then has the team's rows for 1/U
+                    of the heads, and gives results back the same way
     ring part       the R ranks with the same u compute attention over rows that they share; K and V travel
 
     ring            U = 1: K and V go round, one step at a time, each step's messages under the step before it
@@ -12,8 +11,8 @@
 
 In step d of the ring, rank r works on the keys of rank r - d. They come from rank r - 1, which had them in the step
 before, or from their owner where r - 1 does not need them; what a rank does not see is neither sent to it nor computed.
-Gradients of keys go the same way, in float32: each rank adds its own part to what comes in, and sends it on to rank r +
-1, or home where that one has nothing to add. All sums have a fixed order, so that results have the same bits each time.
+Gradients of keys go the same way, in float32: each rank adds its own part to what comes in, and sends it on to the next
+rank, or home where that one has nothing to add. All sums have a fixed order: results have the same bits each time.
 """
 
 from __future__ import annotations
@@ -21,18 +20,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 
-from heed import _C
-from heed import _torch as _torch  # noqa: PLC0414  # the extension learns of PyTorch, whichever came first
-from heed._arguments import Arguments
 from heed.distributed._link import Link, Message, timed
-from heed.distributed._shards import Band, Meeting, Pieces, in_order, meetings, needs, on_stride, pieces_of, size
+from heed.distributed._shards import Band, Pieces, in_order, meetings, needs, on_stride, pieces_of, size
+from heed.distributed._work import Backward, Forward, Scores, Tensors, on_device
 
 METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
-Tensors = tuple[torch.Tensor, ...]
 
 
 def ulysses_ranks(method: str, ranks: int, key_heads: int) -> int:
@@ -48,126 +43,6 @@ def ulysses_ranks(method: str, ranks: int, key_heads: int) -> int:
         return 1
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= key_heads]
     return max(divisors, key=lambda n: (key_heads % n == 0, n))
-
-
-# ---- Work on one rank ------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=256)
-def on_device(order: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copied once: a copy from the host waits for the device."""
-    return order.to(device)
-
-
-@lru_cache(maxsize=256)
-def _offsets(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(starts, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What the kernels have to know besides positions."""
-
-    band: Band
-    offset: int
-    scale: float | None
-    softcap: float
-    alibi_slopes: torch.Tensor | None = None
-
-    def for_heads(self, heads: slice) -> Scores:
-        if self.alibi_slopes is None:
-            return self
-        return Scores(self.band, self.offset, self.scale, self.softcap, self.alibi_slopes[..., heads].contiguous())
-
-    def call(self, m: Meeting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
-        """(positions, *arguments) for the extension."""
-        left, right = self.band
-        causal = not m.full and left is None and right == 0
-        window = None if m.full or causal or (left is None and right is None) else (left, right)
-        a = Arguments(
-            q, k, v, layout="thd" if m.starts else "bhsd", causal=causal, window=window, scale=self.scale,
-            softcap=self.softcap, alibi_slopes=self.alibi_slopes,
-        )  # fmt: skip
-        if m.starts:
-            cu_q, cu_k = (_offsets(s, q.device) for s in m.starts)
-            longest = [max(b - a for a, b in itertools.pairwise(s)) for s in m.starts]
-            a = a._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1])
-        return ((m.q.first + self.offset, m.q.step, m.k.first, m.k.step), *a)
-
-
-def _rows(t: torch.Tensor, m: Meeting, rows: slice) -> torch.Tensor:
-    """Those rows of [B, H, S, D] or [B, H, S], laid out as the kernel of this meeting has them."""
-    t = t[:, :, rows]
-    if not m.starts:
-        return t
-    return t[0].transpose(0, 1) if t.dim() == 4 else t[0]
-
-
-class Forward:
-    """o and lse of some queries over the keys added so far."""
-
-    def __init__(self, q: torch.Tensor, pieces: Pieces, columns: int, scores: Scores, once: bool) -> None:
-        """once: no query will meet keys twice, so that partial results, in float32, are final ones."""
-        self.q, self.pieces, self.scores = q, pieces, scores
-        shape = q.shape[:3]
-        self.o = torch.empty(*shape, columns, dtype=q.dtype if once else torch.float32, device=q.device)
-        self.lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        self.untouched = {p.at: p for p in pieces}
-
-    def add(self, block: Tensors, pieces: Pieces) -> None:
-        """block: K and V."""
-        k, v = block
-        for m in meetings(self.pieces, pieces, self.scores.band, self.scores.offset):
-            self._add(m, _rows(k, m, m.k.rows), _rows(v, m, m.k.rows))
-
-    def _add(self, m: Meeting, k: torch.Tensor, v: torch.Tensor) -> None:
-        o, lse = self.o[:, :, m.q.rows], self.lse[:, :, m.q.rows]
-        here = [p for p in self.pieces if m.q.at <= p.at < m.q.at + m.q.tokens]
-        positions, *arguments = self.scores.call(m, _rows(self.q, m, m.q.rows), k, v)
-        if all(p.at in self.untouched for p in here):
-            _C.part_forward(_rows(self.o, m, m.q.rows), _rows(self.lse, m, m.q.rows), positions, *arguments)
-        else:
-            for p in here:
-                self._clear(p.at)
-            o2, lse2 = torch.empty_like(o), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-            whole = slice(None)
-            _C.part_forward(_rows(o2, m, whole), _rows(lse2, m, whole), positions, *arguments)
-            _C.merge(o, lse, o2, lse2)
-        for p in here:
-            self.untouched.pop(p.at, None)
-
-    def _clear(self, at: int) -> None:
-        p = self.untouched.pop(at, None)
-        if p is not None:
-            self.o[:, :, p.rows].zero_()
-            self.lse[:, :, p.rows].fill_(-torch.inf)
-
-    def result(self) -> Tensors:
-        for at in list(self.untouched):
-            self._clear(at)
-        return self.o.to(self.q.dtype), self.lse
-
-
-class Backward:
-    """dq of some queries; gradients of keys are added to what the caller gives. All in float32."""
-
-    def __init__(
-        self, saved: Tensors, do: torch.Tensor, dlse: torch.Tensor | None, pieces: Pieces, scores: Scores
-    ) -> None:
-        self.q, _, _, o, self.lse = saved
-        self.do, self.pieces, self.scores = do.contiguous(), pieces, scores
-        self.dq = torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device)
-        self.delta = torch.empty_like(self.lse)
-        if o.numel():
-            _C.delta(o, self.do, dlse, self.delta)
-
-    def add(self, block: Tensors, sums: Tensors, pieces: Pieces) -> None:
-        """block: K and V; sums: their gradients."""
-        for m in meetings(self.pieces, pieces, self.scores.band, self.scores.offset):
-            q, do, lse, delta, dq = (_rows(t, m, m.q.rows) for t in (self.q, self.do, self.lse, self.delta, self.dq))
-            k_, v_, dk_, dv_ = (_rows(t, m, m.k.rows) for t in (*block, *sums))
-            positions, *arguments = self.scores.call(m, q, k_, v_)
-            _C.part_backward(do, lse, delta, dq, dk_, dv_, True, positions, *arguments)
 
 
 # ---- The plan --------------------------------------------------------------------------------------------------------
