@@ -219,6 +219,14 @@ def test_the_planner_prefers_what_sends_least_on_slow_fabrics() -> None:
     assert near.blocks == 1 and full.blocks == 63 and near.sent[0] < full.sent[0] / 60
 
 
+def test_the_planner_counts_flops() -> None:
+    full = _plan.Task(4, 4096, 8, 8, 64, 64, band=Band(None, None))
+    machine = _plan.machine_of("h200", "bf16", 64, "nvlink")
+    for method in _methods.METHODS:
+        forward, backward = _plan.cost(full, method, machine).flops
+        assert forward == 4 * 8 * 4096 * 1024 * 64 and backward == 2.5 * forward
+
+
 def test_the_plan_as_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--gpus", "1024", "--tokens", "10M", "--key-heads", "8"]
     assert plan.main(command) == 0

@@ -10,15 +10,18 @@ python -m heed.distributed.plan --gpus 1024 --tokens 10M      # what each method
 
 from heed.distributed._attention import attention, positions, shard, unshard
 from heed.distributed._link import CommunicationError, DisagreementError, Record, record
-from heed.distributed._plan import Cost, costs
+from heed.distributed._plan import Cost, Machine, Task, costs, machine_of
 
 __all__ = [
     "CommunicationError",
     "Cost",
     "DisagreementError",
+    "Machine",
     "Record",
+    "Task",
     "attention",
     "costs",
+    "machine_of",
     "positions",
     "record",
     "shard",

@@ -80,8 +80,9 @@ class Cost:
 
     method: str
     ulysses: int  # ranks that share heads out; 1: none
+    flops: tuple[float, float]
     seconds: tuple[float, float]
-    compute: tuple[float, float]
+    compute: tuple[float, float]  # seconds of work alone
     sent: tuple[float, float]
     memory: tuple[float, float]  # beyond the shards of q, k, v, o and their gradients
     blocks: int  # how many other ranks' keys are seen
@@ -170,7 +171,7 @@ def cost(task: Task, method: str, machine: Machine) -> Cost:
         moved[1] += _transfer(machine, size.dkv, across)  # the last gradients go home
     memory = _memory(task, method, size, partial, blocks, team)
     return Cost(
-        method, team, (moved[0] + a2a[0], moved[1] + a2a[1]), (compute[0], compute[1]),
+        method, team, (work[0], work[1]), (moved[0] + a2a[0], moved[1] + a2a[1]), (compute[0], compute[1]),
         (travelled[0] + exchanged[0], travelled[1] + exchanged[1]), memory, blocks,
     )  # fmt: skip
 
