@@ -57,29 +57,59 @@ static heed_tensor *tensor_at(heed_attention *a, heed_gradient *g, int n)
     return (heed_tensor *)((char *)(n >= FIRST_OF_FORWARD && n < END_OF_FORWARD ? (void *)a : (void *)g) + tensors[n]);
 }
 
-static const void **pointer_at(heed_attention *a, int n) { return (const void **)((char *)a + pointers[n]); }
+static const void *pointer_at(const heed_attention *a, int n)
+{
+    const void *pointer;
+    memcpy(&pointer, (const char *)a + pointers[n], sizeof pointer);
+    return pointer;
+}
+
+static void set_pointer_at(heed_attention *a, int n, const void *pointer)
+{
+    memcpy((char *)a + pointers[n], &pointer, sizeof pointer);
+}
 
 static void *reduced(const void *address) { return address ? (void *)(16 + (uintptr_t)address % 16) : NULL; }
 
+_Static_assert(sizeof(void *) != 8 || (sizeof(heed_attention) == 912 && sizeof(heed_gradient) == 648),
+               "a new field has to be described here, and new tensors and pointers be listed above");
+
+/* Field by field over zeros, as the bytes between the fields of the caller's structs may be anything. */
+static void describe_attention(const heed_attention *a, heed_attention *d)
+{
+    d->scale = a->scale, d->zero_scale = a->zero_scale, d->softcap = a->softcap;
+    d->causal = a->causal, d->windowed = a->windowed;
+    d->window_left = a->window_left, d->window_right = a->window_right, d->align = a->align;
+    d->query_position = a->query_position, d->query_step = a->query_step;
+    d->key_position = a->key_position, d->key_step = a->key_step, d->key_stride = a->key_stride;
+    d->dropout = a->dropout;
+    d->sequences = a->sequences, d->max_rows = a->max_rows, d->max_keys = a->max_keys;
+    d->block_table_stride = a->block_table_stride, d->block_table_columns = a->block_table_columns;
+    for (int n = 0; n < POINTERS; n++)
+        set_pointer_at(d, n, reduced(pointer_at(a, n)));
+}
+
+static size_t size_of(heed_pass pass) { return pass == HEED_BACKWARD ? sizeof(description) : offsetof(description, g); }
+
 static void describe(const heed_attention *a, const heed_gradient *g, const heed_exec *x, description *d)
 {
-    d->a = *a;
+    const heed_pass pass = g ? HEED_BACKWARD : HEED_FORWARD;
+    memset(d, 0, size_of(pass));
+    d->pass = pass;
+    describe_attention(a, &d->a);
     if (g)
-        d->g = *g;
-    d->pass = g ? HEED_BACKWARD : HEED_FORWARD;
-    for (int n = range_of[d->pass].first; n < range_of[d->pass].end; n++) {
-        heed_tensor *t = tensor_at(&d->a, &d->g, n);
-        t->data = reduced(t->data);
+        d->g.accumulate = g->accumulate;
+    for (int n = range_of[pass].first; n < range_of[pass].end; n++) {
+        const heed_tensor *from = tensor_at((heed_attention *)a, (heed_gradient *)g, n);
+        heed_tensor *to = tensor_at(&d->a, &d->g, n);
+        to->data = reduced(from->data), to->dtype = from->dtype;
+        memcpy(to->shape, from->shape, sizeof to->shape);
+        memcpy(to->stride, from->stride, sizeof to->stride);
     }
-    for (int n = 0; n < POINTERS; n++)
-        *pointer_at(&d->a, n) = reduced(*pointer_at(&d->a, n));
-    d->a.dropout_seed = 0;
     d->backend = x->backend, d->device = x->device;
     d->threads = x->backend == HEED_CUDA ? 0 : heed_threads_of(x);
     d->nondeterministic = x->nondeterministic, d->precision = x->precision, d->forced = x->kernel != NULL;
 }
-
-static size_t size_of(heed_pass pass) { return pass == HEED_BACKWARD ? sizeof(description) : offsetof(description, g); }
 
 /* Puts the addresses of a and g into the problem. A tensor that the check has taken out stays out. */
 static void put_addresses(heed_problem *p, const heed_attention *a, const heed_gradient *g)
@@ -90,7 +120,7 @@ static void put_addresses(heed_problem *p, const heed_attention *a, const heed_g
             t->data = tensor_at((heed_attention *)a, (heed_gradient *)g, n)->data;
     }
     for (int n = 0; n < POINTERS; n++)
-        *pointer_at(&p->a, n) = *pointer_at((heed_attention *)a, n);
+        set_pointer_at(&p->a, n, pointer_at(a, n));
     p->a.dropout_seed = a->dropout_seed;
 }
 
