@@ -143,6 +143,40 @@ TEST(a_batch_is_its_members)
     }
 }
 
+/* A query head by itself has the bits that it has among those that share its keys. */
+static void expect_head(const heed_kernel_info *kernel, int64_t rows, int64_t keys)
+{
+    test_case c = case_new(kernel, (case_shape){ .Hq = 10, .Hk = 2, .Sq = rows, .Sk = keys, .D = 40 });
+    heed_tensor *parts[] = { &c.a.q, &c.a.o, &c.a.lse, &c.g.d_o, &c.g.d_q, &c.a.k, &c.a.v, &c.g.d_k, &c.g.d_v };
+    c.a.causal = 1;
+    run(&c);
+    test_case one = c;
+    heed_tensor whole[OUTPUTS];
+    renew(&c, whole);
+    one.a = c.a, one.g = c.g;
+    heed_tensor *single[] = { &one.a.q, &one.a.o, &one.a.lse, &one.g.d_o, &one.g.d_q,
+                              &one.a.k, &one.a.v, &one.g.d_k, &one.g.d_v };
+    for (int n = 0; n < COUNT(parts); n++)
+        *single[n] = slice(*parts[n], 1, n < 5 ? 7 : 1, 1, 1); /* query head 7 reads key head 1 */
+    run(&one);
+    for (int which = 0; which < (kernel->backward ? OUT_DK : OUT_DQ); which++) {
+        heed_tensor member = slice(whole[which], 1, 7, 1, 1);
+        expect_same_bits(&c, "a query head of a group", &member, output_of(&one, which));
+    }
+    case_free(&c);
+}
+
+/* Of few and many rows, over one and several chunks of keys. */
+TEST(a_group_is_its_heads)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        expect_head(&kernel, 1, 2100);
+        expect_head(&kernel, 3, 50);
+        expect_head(&kernel, 14, 1100);
+        expect_head(&kernel, 75, 130);
+    }
+}
+
 /* The same for a member of a ragged batch, whatever lies beside it. */
 static void expect_member(const heed_kernel_info *kernel, test_case *c, const int32_t rows[], const int32_t keys[],
                           int member)
@@ -187,6 +221,7 @@ int main(void)
         cmocka_unit_test(threads_do_not_change_a_bit_of_one_query_over_a_long_cache),
         cmocka_unit_test(threads_do_not_change_a_bit_of_merge_and_delta),
         cmocka_unit_test(a_batch_is_its_members),
+        cmocka_unit_test(a_group_is_its_heads),
         cmocka_unit_test(a_ragged_batch_is_its_members),
     };
     return RUN_TESTS(tests);

@@ -3,7 +3,8 @@
  * the processor prefetches by itself does not reach the limit: K is asked for ahead of its use, and V while its turn has
  * not come. */
 
-#define DIRECT_ROWS 8
+#define DIRECT_OF_HEAD 4               /* rows of a query head, at most */
+#define DIRECT_ROWS 8                  /* of all heads of a group, at a time */
 #define AHEAD 16                       /* keys */
 #define DIRECT_SUMS (W == 16 ? 16 : 8) /* accumulators that fit in registers */
 
@@ -20,60 +21,62 @@ static inline void prefetch_row(const source *x, int64_t n)
         __builtin_prefetch(row + i);
 }
 
-/* S_r = Q_r . k for one row, and for four, r = 0 .. 3. */
-INLINE void direct_dot(heed_dtype type, float *s, const float *Q, const void *k, int64_t dim)
-{
-    vec x = vec_zero(), y = x;
-    int64_t d = 0;
-    for (; d + W < dim; d += 2 * W) {
-        x = vec_fma(vec_load_as(type, k, d), vec_load(Q + d), x);
-        y = vec_fma(vec_load_as(type, k, d + W), vec_load(Q + d + W), y);
-    }
-    if (d < dim)
-        x = vec_fma(vec_load_as(type, k, d), vec_load(Q + d), x);
-    *s = vec_sum(vec_add(x, y));
-}
-
-INLINE void direct_dot4(heed_dtype type, float *s, const float *Q, int64_t ldq, const void *k, int64_t dim)
+/* s[i * step] = q_i . k_i, i = 0 .. 3: one key and four rows, or one row and four keys. Each product is summed in the same
+ * way, so that a row does not depend on how many others there are. */
+INLINE void direct_dot4(heed_dtype type, float *s, int64_t step, const float *const q[4], const void *const k[4],
+                        int64_t dim)
 {
     vec x[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
     float sum[4];
-    for (int64_t d = 0; d < dim; d += W) {
-        vec key = vec_load_as(type, k, d);
-        each(r, 4)
-            x[r] = vec_fma(key, vec_load(Q + r * ldq + d), x[r]);
-    }
+    for (int64_t d = 0; d < dim; d += W)
+        each(i, 4)
+            x[i] = vec_fma(vec_load_as(type, k[i], d), vec_load(q[i] + d), x[i]);
     vec_sum4(x[0], x[1], x[2], x[3], sum);
-    each(r, 4)
-        s[r * LDS] = sum[r];
+    each(i, 4)
+        s[i * step] = sum[i];
 }
 
-INLINE void direct_key(heed_dtype type, float *s, const direct_rows *x, const void *k, int64_t dim)
+/* Four keys, columns s to s + 3. */
+INLINE void direct_keys(heed_dtype type, float *s, const direct_rows *x, const void *const k[4], int64_t dim)
 {
     int64_t r = 0;
-    for (; r + 4 <= x->rows; r += 4)
-        direct_dot4(type, s + r * LDS, x->Q + r * x->ldq, x->ldq, k, dim);
-    for (; r < x->rows; r++)
-        direct_dot(type, s + r * LDS, x->Q + r * x->ldq, k, dim);
+    for (; r + 4 <= x->rows; r += 4) {
+        const float *Q = x->Q + r * x->ldq, *const q[4] = { Q, Q + x->ldq, Q + 2 * x->ldq, Q + 3 * x->ldq };
+        for (int c = 0; c < 4; c++) {
+            const void *const same[4] = { k[c], k[c], k[c], k[c] };
+            direct_dot4(type, s + r * LDS + c, LDS, q, same, dim);
+        }
+    }
+    for (; r < x->rows; r++) {
+        const float *Q = x->Q + r * x->ldq, *const same[4] = { Q, Q, Q, Q };
+        direct_dot4(type, s + r * LDS, 1, same, k, dim);
+    }
 }
 
-/* Columns [from, to) of S, column c being key n0 + c. */
+/* Columns [from, to) of S, column c being key n0 + c; some more may be written, up to a whole vector. */
 static void direct_scores(const direct_rows *x, float *S, int64_t n0, int64_t from, int64_t to)
 {
     const heed_tensor *t = x->k.t;
     int whole = t->stride[3] == 1 && x->k.dim % W == 0;
     int64_t dim = round_up(x->k.dim, W);
-    for (int64_t c = from; c < to; c++) {
-        float copy[HEED_MAX_HEAD_DIM + W];
-        prefetch_row(&x->v, n0 + c);
-        if (n0 + c + AHEAD < x->k.s->keys)
-            prefetch_row(&x->k, n0 + c + AHEAD);
-        if (whole)
-            FOR_TYPE(t->dtype, direct_key, S + c, x, source_row(&x->k, n0 + c), dim);
-        else {
-            load_row(copy, t->dtype, source_row(&x->k, n0 + c), t->stride[3], x->k.dim, dim);
-            direct_key(HEED_F32, S + c, x, copy, dim);
+    for (int64_t c = from / 4 * 4; c < to; c += 4) {
+        float copies[4][HEED_MAX_HEAD_DIM + W];
+        const void *k[4];
+        for (int64_t i = 0; i < 4; i++) {
+            int64_t n = n0 + HEED_MAX(from, HEED_MIN(c + i, to - 1)); /* keys outside may not be there */
+            prefetch_row(&x->v, n);
+            if (n + AHEAD < x->k.s->keys)
+                prefetch_row(&x->k, n + AHEAD);
+            k[i] = source_row(&x->k, n);
+            if (!whole) {
+                load_row(copies[i], t->dtype, k[i], t->stride[3], x->k.dim, dim);
+                k[i] = copies[i];
+            }
         }
+        if (whole)
+            FOR_TYPE(t->dtype, direct_keys, S + c, x, k, dim);
+        else
+            direct_keys(HEED_F32, S + c, x, k, dim);
     }
 }
 

@@ -8,7 +8,7 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     int64_t width = round_up(p->Dv, W);
     b->j = &x->j, b->f = &x->f, b->span = s, b->hk = hk;
     b->after.count = 0;
-    b->is_direct = s->rows * p->G <= DIRECT_ROWS;
+    b->is_direct = s->rows <= DIRECT_OF_HEAD;
     b->room = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
     b->O = at_bytes(&x->j, scratch + x->f.o);
     b->panels = at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer);
@@ -29,9 +29,9 @@ static void finish_block(const forward_block *b)
 }
 
 /* How many chunks the keys of a sequence are cut into: 1, they are not. */
-static int64_t chunks_of(const forward_run *x, const heed_span *s)
+static int64_t chunks_of(const heed_span *s)
 {
-    return s->rows * x->j.p->G <= SPLIT_ROWS ? HEED_MAX(1, (s->keys + CHUNK - 1) / CHUNK) : 1;
+    return s->rows <= SPLIT_ROWS ? HEED_MAX(1, (s->keys + CHUNK - 1) / CHUNK) : 1;
 }
 
 /* The result of chunk 0 of a head; the others follow it. A ragged sequence has room in proportion to its length, which is
@@ -45,17 +45,20 @@ static float *result_of(const forward_run *x, const heed_span *s, int64_t hk)
 /* One chunk of the keys for all rows of a head. */
 static void forward_chunk(const forward_run *x, forward_block *b, int64_t chunk)
 {
-    int64_t ldo = x->f.ldo, n0 = chunk * CHUNK, chunks = chunks_of(x, b->span);
-    forward_block_run(b, 0, b->span->rows * x->j.p->G, n0, HEED_MIN(n0 + CHUNK, b->span->keys));
-    if (chunks == 1) {
-        finish_block(b);
-        return;
-    }
-    float *result = result_of(x, b->span, b->hk) + chunk * (int64_t)(x->f.results_stride / sizeof(float));
-    for (int64_t r = 0; r < b->rows; r++) {
-        if (b->l[r] != 0 || b->m[r] != b->m[r])
-            memcpy(result + r * (ldo + 2), b->O + r * ldo, (size_t)ldo * sizeof(float));
-        result[r * (ldo + 2) + ldo] = b->m[r], result[r * (ldo + 2) + ldo + 1] = b->l[r];
+    int64_t ldo = x->f.ldo, n0 = chunk * CHUNK, n1 = HEED_MIN(n0 + CHUNK, b->span->keys), chunks = chunks_of(b->span);
+    int64_t rows = b->span->rows * x->j.p->G, step = b->is_direct ? HEED_MIN(DIRECT_ROWS, x->f.block) : x->f.block;
+    float *result = NULL;
+    if (chunks > 1)
+        result = result_of(x, b->span, b->hk) + chunk * (int64_t)(x->f.results_stride / sizeof(float));
+    for (int64_t r0 = 0; r0 < rows; r0 += step) {
+        forward_block_run(b, r0, HEED_MIN(r0 + step, rows), n0, n1);
+        if (chunks == 1)
+            finish_block(b);
+        for (int64_t r = 0; r < b->rows && chunks > 1; r++, result += ldo + 2) {
+            if (b->l[r] != 0 || b->m[r] != b->m[r])
+                memcpy(result, b->O + r * ldo, (size_t)ldo * sizeof(float));
+            result[ldo] = b->m[r], result[ldo + 1] = b->l[r];
+        }
     }
 }
 
@@ -63,7 +66,7 @@ static void forward_chunk(const forward_run *x, forward_block *b, int64_t chunk)
 static void merge_chunks(const forward_run *x, forward_block *b)
 {
     const heed_problem *p = x->j.p;
-    int64_t ldo = x->f.ldo, chunks = chunks_of(x, b->span), step = (int64_t)(x->f.results_stride / sizeof(float));
+    int64_t ldo = x->f.ldo, chunks = chunks_of(b->span), step = (int64_t)(x->f.results_stride / sizeof(float));
     float c = (x->j.changes ? 1 : x->j.s_scale) * LOG2E;
     for (int64_t r = 0; r < b->span->rows * p->G && chunks > 1; r++) {
         const float *part = result_of(x, b->span, b->hk) + r * (ldo + 2);
@@ -90,8 +93,8 @@ static void merge_chunks(const forward_run *x, forward_block *b)
 static void forward_unit(const forward_run *x, forward_block *b, int64_t unit)
 {
     int64_t rows = b->span->rows * x->j.p->G, r = (x->f.row_blocks - 1 - unit) * x->f.block;
-    if (rows <= SPLIT_ROWS) {
-        if (unit < chunks_of(x, b->span))
+    if (b->span->rows <= SPLIT_ROWS) {
+        if (unit < chunks_of(b->span))
             forward_chunk(x, b, unit);
     } else if (unit < x->f.row_blocks && r < rows) {
         forward_block_run(b, r, HEED_MIN(r + x->f.block, rows), 0, b->span->keys);

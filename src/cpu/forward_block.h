@@ -11,13 +11,12 @@
  *
  * Few rows against many keys (a step of decoding) would leave threads idle and K packed for nothing. Where a sequence has
  * at most SPLIT_ROWS rows its keys are cut into chunks of CHUNK, each an item of work with a result of its own, merged in
- * order; and with at most DIRECT_ROWS rows K is not packed: each key is read once, where it lies, for all rows. Each
- * sequence is judged by itself, so that its bits do not depend on the others. */
+ * order; and with at most DIRECT_OF_HEAD rows K is not packed: each key is read once, where it lies, for all heads. Each
+ * sequence is judged by itself, and not by its heads, so that the bits of one do not depend on the others. */
 
 #define BR (140 / MR * MR)
 #define SPLIT_ROWS 64
 #define CHUNK 1024
-#define MAX_ROWS (BR > SPLIT_ROWS ? BR : SPLIT_ROWS)
 
 /* Where things are in the workspace, in bytes. */
 typedef struct forward_layout {
@@ -40,14 +39,14 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     int64_t heads = p->B * p->Hk;
     if (p->a.align != HEED_ALIGN_POSITION)
         f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
-    if (f.rows <= SPLIT_ROWS || p->a.lengths_q || p->a.offsets_q)
+    if (p->Sq <= SPLIT_ROWS || p->a.lengths_q || p->a.offsets_q)
         f.splits = HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK);
     f.slots = p->a.offsets_k ? 2 * p->a.k.shape[2] / CHUNK + 1 : p->B * f.splits;
     f.row_blocks = HEED_MAX(1, (f.rows + BR - 1) / BR);
     f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
     if (f.row_blocks > 1)
         f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
-    f.all_direct = f.rows <= DIRECT_ROWS;
+    f.all_direct = p->Sq <= DIRECT_OF_HEAD;
     f.v_in_place = usable_in_place(p, &p->a.v, p->Dv);
     f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o };
@@ -72,7 +71,7 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     used += inside * (size_t)plan->threads;
 
     if (f.splits > 1) {
-        take(&f.results_stride, HEED_MIN(f.rows, SPLIT_ROWS) * (f.ldo + 2));
+        take(&f.results_stride, p->G * HEED_MIN(p->Sq, SPLIT_ROWS) * (f.ldo + 2));
         f.results = used, used += f.results_stride * (size_t)(p->Hk * f.slots);
     }
     f.bytes = used;
@@ -92,9 +91,9 @@ typedef struct forward_block {
     const forward_layout *f;
     const heed_span *span;
     int64_t hk, rows, tiles;
-    query row[MAX_ROWS];
-    float m[MAX_ROWS + W], l[MAX_ROWS + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
-    char started[MAX_ROWS];                 /* tile: O holds something */
+    query row[BR];
+    float m[BR + W], l[BR + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
+    char started[BR];           /* tile: O holds something */
     left Q;
     float *room, *S, *O; /* room: for rows of Q that cannot be used where they lie */
     right K, V;          /* of key 0 */
