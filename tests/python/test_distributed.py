@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -236,6 +237,15 @@ def test_the_plan_as_a_program(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in out
     assert plan.main([*command, "--device", "abacus"]) == 2
     assert "device: is 'abacus', expected one of h200" in capsys.readouterr().err
+
+
+def test_the_model_beside_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--compare 2 --tokens 256 --heads 2 --head-dim 16 --dtype fp32 --rounds 1 --full".split()
+    assert plan.main(command) == 0
+    rows = re.findall(
+        r"^  full, 2, (\w+) +(\d+) +(\d+) +[\d.]+x +(\d+) +(\d+) +[\d.]+x$", capsys.readouterr().out, re.M
+    )
+    assert tuple(row[0] for row in rows) == _methods.METHODS
 
 
 # ---- Faults: last, as they cost ranks --------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -138,9 +137,9 @@ class Link:
         """The descriptions of all ranks, in order. An error where they differ in something they must share, or where
         one of them says "error"; the same on every rank."""
         self.call = call
-        with self._aside(), self._explained():
-            mine = self._encoded({"call": call, **description})
-            theirs = [torch.empty_like(mine) for _ in range(self.ranks)]
+        mine = self._encoded({"call": call, **description})
+        theirs = [torch.empty_like(mine) for _ in range(self.ranks)]
+        with _aside(self.device) if mine.is_cuda else contextlib.nullcontext(), self._explained():
             dist.all_gather(theirs, mine, group=self.group)
             told = [json.loads(bytes(t.cpu().tolist()).rstrip(b"\0").decode()) for t in theirs]
         broken = [f"rank {r}: {one['error']}" for r, one in enumerate(told) if "error" in one]
@@ -152,11 +151,6 @@ class Link:
                 listed = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
                 raise DisagreementError(f"heed.distributed: {call}: {name} differs between ranks ({listed})")
         return told
-
-    def _aside(self) -> Any:
-        """A stream for what the host has to read, so that it need not wait for earlier work."""
-        cuda = self.blocking_device.type == "cuda"
-        return torch.cuda.stream(_stream(self.device)) if cuda else contextlib.nullcontext()
 
     def _encoded(self, description: dict[str, Any]) -> torch.Tensor:
         text = json.dumps(description, separators=(",", ":")).encode()
@@ -222,9 +216,9 @@ class Link:
                         r.received_bytes += amount
 
 
-@lru_cache(maxsize=64)
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _aside(device: torch.device) -> Any:
+    """A stream of its own, behind no work of the caller's."""
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 class Pending:

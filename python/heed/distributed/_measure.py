@@ -199,8 +199,10 @@ def _machine(task: Task, best: dict[str, float], share: float) -> Machine:
     )  # fmt: skip
 
 
-def compare(counts: list[int], sizes: tuple[int, int, int, int, int], dtype: str, batch: int, rounds: int) -> None:
-    """A row for each number of local ranks and each method."""
+def compare(
+    counts: list[int], sizes: tuple[int, int, int, int, int], dtype: str, batch: int, rounds: int, bands: list[Band]
+) -> None:
+    """A row for each mask, each number of local ranks and each method."""
     cores = len(os.sched_getaffinity(0))
     print(
         f"{sizes[0]} tokens, {sizes[1]} heads of {sizes[3]}, {dtype}, zigzag shards, one thread for each rank; "
@@ -209,7 +211,7 @@ def compare(counts: list[int], sizes: tuple[int, int, int, int, int], dtype: str
     print(f"  {'':<30}{'forward, ms':>19}{'':>13}{'backward, ms':>19}")
     columns = f"{'model':>9}{'measured':>10}{'speedup':>9}"
     print(f"  {'mask, ranks, method':<26}{columns}{'':>4}{columns}")
-    for limits, ranks in itertools.product((Band(None, 0), Band(None, None)), counts):
+    for limits, ranks in itertools.product(bands, counts):
         task = Task(ranks, *sizes, dtype, batch, "zigzag", limits)
         methods = [m for m in METHODS if m != "ulysses" or ranks <= task.key_heads]
         best = spawn(_timed, ranks, task, methods, rounds)

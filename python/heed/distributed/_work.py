@@ -1,6 +1,6 @@
-"""What one rank computes: its queries against keys that arrive block by block, each block a set of pieces. Every pair of
-pieces that see each other is one call of a kernel (heed.h, "Parts of a sequence"); results are folded together by their
-lse, gradients are added up."""
+"""What one rank computes: its queries against keys that arrive block by block, each block a set of pieces. Every pair
+of pieces that see each other is one call of a kernel (heed.h, "Parts of a sequence"); results are folded together by
+their lse, gradients are added up."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=list(BYTES), default="bf16")
     parser.add_argument("--shards", choices=SHARDS, default="zigzag")
-    parser.add_argument("--full", action="store_true", help="not causal")
+    parser.add_argument("--full", action="store_true", help="not causal; with --compare: only that")
     parser.add_argument("--window", type=number, default=0, help="keys that a query sees before itself")
     parser.add_argument("--stride", type=int, default=1, help="strided attention: every how manieth key is seen")
     parser.add_argument("--device", default="h200", help="a device of the table (h200)")
@@ -104,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
         elif a.compare:
             ranks = [int(n) for n in a.compare.split(",")]
             sizes = (a.tokens or 8192, a.heads, a.key_heads or a.heads, a.head_dim, a.head_dim)
-            _measure.compare(ranks, sizes, a.dtype, a.batch, a.rounds)
+            bands = [band(False, None)] if a.full else [band(True, None), band(False, None)]
+            _measure.compare(ranks, sizes, a.dtype, a.batch, a.rounds, bands)
         else:
             a.tokens = a.tokens or 1_000_000
             show(a)
