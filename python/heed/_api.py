@@ -1,29 +1,29 @@
 """The front door: names, defaults and documentation. What happens behind it:
 
-_C.attention    PyTorch tensors in an ordinary context: everything in C, autograd included
+_C.attention_with, _C.attention    PyTorch tensors in an ordinary context: everything in C, autograd included
 _torch.py       PyTorch otherwise: torch.compile, autocast, vmap, subclasses, unusual types
 _arrays.py      NumPy and other arrays
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from heed import _C, _arrays
 from heed._arguments import Arguments
 
 Window = tuple["int | None", "int | None"]
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def _compiling() -> bool:
-    """Whether torch.compile is looking, which cannot see into the extension. Other tracers bring tensors of their own."""
+    """Whether torch.compile is looking, which cannot see into the extension. Other tracers bring tensors of their own. Once
+    PyTorch is in use, _torch.py puts PyTorch's own function here, which is quicker."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_dynamo_compiling()
-
-
-if sys.modules.get("torch") is not None:  # then its own function is quicker
-    from torch.compiler import is_dynamo_compiling as _compiling  # noqa: F811
 
 
 def _is_torch(value: Any) -> bool:
@@ -56,9 +56,23 @@ def _stream(like: Any) -> int:
     return _arrays.stream(like)
 
 
-_C.use(_attention, _empty, _stream)
+_C.use(_attention, _empty, _stream, Arguments._fields, (None, None, None, *Arguments._field_defaults.values()))
 
 
+def _quick(function: Call) -> Call:
+    """The same function, without Python's time for all the defaults: the extension has them too."""
+    known = _C.attention_with
+
+    @functools.wraps(function)
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        if _compiling():
+            return function(q, k, v, **options)
+        return known(function, q, k, v, options)
+
+    return call  # type: ignore[return-value]
+
+
+@_quick
 def attention(
     q: Any,
     k: Any,
@@ -107,13 +121,8 @@ def attention(
     return_lse: also return the logarithm of each row's sum, [B, H, S], float32, differentiable.
     deterministic: False allows sums in any order where that is faster.
     """
-    if _compiling():
-        return _attention(
-            return_lse, q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
-            dropout_p, dropout_seed, lengths_q, lengths_k, deterministic, None, None, None, None, None,
-        )  # fmt: skip
-    return _C.attention(
-        return_lse, q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
+    return _attention(
+        bool(return_lse), q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
         dropout_p, dropout_seed, lengths_q, lengths_k, deterministic, None, None, None, None, None,
     )  # fmt: skip
 
@@ -154,7 +163,7 @@ def attention_varlen(
     """
     call = _attention if _compiling() else _C.attention
     return call(
-        return_lse, q, k, v, "thd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
+        bool(return_lse), q, k, v, "thd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
         dropout_p, dropout_seed, None, lengths_k, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         None,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from heed import _C, _ops
+from heed import _C, _api, _ops
 from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, type_name
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
@@ -153,3 +153,4 @@ _C.use_torch(
     super(torch.autograd.Function, _Attention).apply,  # without the Python around it: the extension asks for functorch
     _backward_otherwise,
 )
+_api._compiling = torch.compiler.is_dynamo_compiling

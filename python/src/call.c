@@ -502,16 +502,13 @@ static heed_status compute_without_gil(const call *c, const heed_gradient *g)
     Py_END_ALLOW_THREADS return status;
 }
 
-/* To ask how much workspace is needed costs as much as to find out that there is enough: so that comes first, but for a
- * backward on a GPU, which is seldom without. */
+/* To ask how much workspace is needed costs as much as to find out that there is enough: so that comes first. */
 static int run(call *c, const heed_gradient *g)
 {
     int on_host = c->x.backend != HEED_CUDA;
-    heed_status status = HEED_NO_WORKSPACE;
     c->x.workspace = on_host ? memory_scratch() : NULL;
     c->x.workspace_bytes = c->x.workspace ? MEMORY_SCRATCH : 0;
-    if (on_host || !g)
-        status = is_brief(c) ? compute(c, g) : compute_without_gil(c, g);
+    heed_status status = is_brief(c) ? compute(c, g) : compute_without_gil(c, g);
     if (status != HEED_NO_WORKSPACE)
         return status ? call_fail(status) : 0;
 
@@ -519,9 +516,9 @@ static int run(call *c, const heed_gradient *g)
         return call_fail(status);
     if (on_host)
         c->x.workspace = memory_borrow(c->x.workspace_bytes);
-    else if (c->x.workspace_bytes)
+    else
         c->workspace = memory_bytes(c->like, &c->q, c->x.workspace_bytes, &c->x.workspace);
-    if (!c->x.workspace && c->x.workspace_bytes)
+    if (!c->x.workspace)
         return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
     status = compute_without_gil(c, g);
     if (on_host)

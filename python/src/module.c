@@ -119,12 +119,20 @@ static PyObject *kernels(PyObject *module, PyObject *none)
     return list;
 }
 
-/* use(otherwise, empty, stream): the Python functions that torch.h and memory.h speak of */
+/* use(otherwise, empty, stream, names, defaults): what torch.h and memory.h speak of */
 static PyObject *use(PyObject *module, PyObject *args)
 {
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOO", &torch_otherwise, &memory_empty_function, &memory_stream_function))
+    PyObject *names, *defaults;
+    if (!PyArg_ParseTuple(args, "OOOO!O!", &torch_otherwise, &memory_empty_function, &memory_stream_function,
+                          &PyTuple_Type, &names, &PyTuple_Type, &defaults))
         return NULL;
+    if (PyTuple_Size(names) != ARGUMENTS || PyTuple_Size(defaults) != ARGUMENTS) {
+        PyErr_Format(PyExc_ValueError, "use: expected %d names and defaults", ARGUMENTS);
+        return NULL;
+    }
+    for (int n = 0; n < ARGUMENTS; n++)
+        torch_names[n] = PyTuple_GetItem(names, n), torch_defaults[n] = PyTuple_GetItem(defaults, n);
     Py_INCREF(args); /* and with it all of them, for good */
     Py_RETURN_NONE;
 }
@@ -139,6 +147,7 @@ static PyMethodDef methods[] = {
     { "merge", FAST(parts_merge), NULL },
     { "delta", FAST(parts_delta), NULL },
     { "attention", FAST(torch_attention), NULL },
+    { "attention_with", FAST(torch_attention_with), NULL },
     { "apply", FAST(torch_apply), NULL },
     { "function_forward", FAST(torch_function_forward), NULL },
     { "function_backward", FAST(torch_function_backward), NULL },

@@ -4,10 +4,11 @@
 
 #include <string.h>
 
-PyObject *torch_otherwise;
+PyObject *torch_otherwise, *torch_names[ARGUMENTS], *torch_defaults[ARGUMENTS];
 static PyObject *apply, *backward_otherwise, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast,
     *forward_ad;
-static PyObject *s_current_level, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options, *s_materialize_grads;
+static PyObject *s_return_lse, *s_current_level, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options,
+    *s_materialize_grads;
 
 /* The descriptor of Tensor.requires_grad and how it is asked: quicker than to look for it in the type each time. */
 static PyObject *requires_grad_of;
@@ -62,6 +63,7 @@ int torch_prepare(void)
         PyObject **to;
         const char *text;
     } names[] = {
+        { &s_return_lse, "return_lse" },
         { &s_current_level, "_current_level" },
         { &s_to_save, "to_save" },
         { &s_saved_tensors, "saved_tensors" },
@@ -257,22 +259,30 @@ static PyObject *without_autograd(PyObject *return_lse, PyObject *const *args)
     return result;
 }
 
+/* NULL without an exception: not a call for this file. */
+static PyObject *quick(PyObject *return_lse, PyObject *const *args)
+{
+    PyObject *result = NULL;
+    if (!is_ordinary(args))
+        return NULL;
+    not_understood = 0;
+    if (!needs_autograd(args))
+        result = without_autograd(return_lse, args);
+    else if (!is_true(functorch_active))
+        result = with_autograd(return_lse, args);
+    if (!result && not_understood)
+        PyErr_Clear();
+    return result;
+}
+
 PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
 {
     (void)module;
     if (call_count("attention", n, 1 + ARGUMENTS))
         return NULL;
-    PyObject *result = NULL;
-    if (is_ordinary(p + 1)) {
-        not_understood = 0;
-        if (!needs_autograd(p + 1))
-            result = without_autograd(p[0], p + 1);
-        else if (!is_true(functorch_active))
-            result = with_autograd(p[0], p + 1);
-        if (result || (PyErr_Occurred() && !not_understood))
-            return result;
-    }
-    PyErr_Clear();
+    PyObject *result = quick(p[0], p + 1);
+    if (result || PyErr_Occurred())
+        return result;
     PyObject *all = PyTuple_New(n);
     for (Py_ssize_t i = 0; all && i < n; i++) {
         Py_INCREF(p[i]);
@@ -281,6 +291,44 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
     if (all)
         result = PyObject_CallObject(torch_otherwise, all);
     Py_XDECREF(all);
+    return result;
+}
+
+/* Puts options where they belong among the arguments. Names come from the caller's code and are the same objects as ours,
+ * so that one that is not is best looked at by Python. */
+static int place_options(PyObject *options, PyObject **return_lse, PyObject **args)
+{
+    PyObject *name, *value;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(options, &at, &name, &value)) {
+        int n = ARG_LAYOUT;
+        while (n <= ARG_DETERMINISTIC && name != torch_names[n])
+            n++;
+        if (n <= ARG_DETERMINISTIC)
+            args[n] = value;
+        else if (name == s_return_lse)
+            *return_lse = value;
+        else
+            return -1;
+    }
+    return 0;
+}
+
+PyObject *torch_attention_with(PyObject *module, PyObject *const *p, Py_ssize_t n)
+{
+    (void)module;
+    if (call_count("attention_with", n, 5))
+        return NULL;
+    PyObject *args[ARGUMENTS], *return_lse = Py_False, *result = NULL;
+    memcpy(args, torch_defaults, sizeof args);
+    args[ARG_Q] = p[1], args[ARG_K] = p[2], args[ARG_V] = p[3];
+    if (!place_options(p[4], &return_lse, args) && (return_lse == Py_False || return_lse == Py_True) &&
+        ((result = quick(return_lse, args)) || PyErr_Occurred()))
+        return result;
+    PyObject *inputs = PyTuple_Pack(3, p[1], p[2], p[3]);
+    if (inputs)
+        result = PyObject_Call(p[0], inputs, p[4]);
+    Py_XDECREF(inputs);
     return result;
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -113,6 +115,20 @@ def test_dropout_compiles_and_draws_anew(device):
     a, b = f(q, k, v), f(q, k, v)
     assert not torch.equal(a, b)
     assert all(g.isfinite().all() for g in gradients(f, [q, k, v]))
+
+
+def test_compiles_where_torch_comes_after_heed():
+    program = """
+import numpy, heed
+from heed import attention
+x = numpy.zeros((1, 1, 2, 4), numpy.float32)
+heed.attention(x, x, x)
+import torch
+q = torch.randn(1, 2, 8, 16)
+both = lambda: heed.attention(q, q, q, causal=True) + attention(q, q, q)
+assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(), both())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_compiles_with_changing_sizes(device):
