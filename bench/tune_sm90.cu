@@ -9,10 +9,10 @@ struct variant {
     const char *name;
     heed_dtype dtype;
     int head_dim;
-    heed_status (*launch)(const args &, int units, const heed_exec *);
+    heed_status (*launch)(const args &, const key_parts &, int units, const heed_exec *);
 };
 
-/* Head size; warpgroups, keys at once, buffers for Q, K, V; turns; maximum of the first keys only. */
+/* Head size; warpgroups, keys at once, buffers for Q, K, V; turns; maximum of the first keys only; softcap. */
 #define BF16(D, ...)                                                                                                   \
     {                                                                                                                  \
         "bf16 d" #D ": " #__VA_ARGS__, HEED_BF16, D, forward_sm90_launch<__nv_bfloat16, forward_shape<D, __VA_ARGS__>> \
@@ -23,13 +23,14 @@ struct variant {
     }
 static const variant variants[] = {
     BF16(64, 3, 112, 2, 4, 4, true, true),  BF16(64, 3, 112, 2, 4, 4, false, true),
-    BF16(64, 3, 128, 2, 4, 4, true, true),  BF16(64, 3, 128, 2, 4, 4, false, true),
-    BF16(64, 2, 128, 2, 4, 4, false, true), BF16(64, 3, 112, 2, 4, 4, true, false),
+    BF16(64, 3, 64, 2, 8, 8, true, true),   BF16(64, 2, 128, 2, 4, 4, false, true),
+    BF16(64, 3, 112, 2, 4, 4, true, false), BF16(96, 3, 96, 1, 2, 2, false, true),
     BF16(96, 2, 128, 2, 2, 2, false, true), BF16(128, 2, 128, 2, 2, 2, false, true),
     BF16(128, 2, 128, 2, 2, 2, true, true), BF16(128, 2, 128, 2, 2, 2, false, false),
-    BF16(192, 2, 96, 1, 2, 2, false, true), BF16(192, 2, 64, 2, 2, 2, false, true),
-    BF16(256, 2, 64, 1, 2, 2, false, true), F16(64, 3, 112, 2, 4, 4, true, true),
-    F16(128, 2, 128, 2, 2, 2, false, true), F16(256, 2, 64, 1, 2, 2, false, true),
+    BF16(128, 3, 64, 1, 4, 4, false, true), BF16(192, 2, 96, 1, 2, 2, false, true),
+    BF16(192, 2, 64, 2, 2, 2, false, true), BF16(256, 2, 64, 1, 2, 2, false, true),
+    F16(64, 3, 112, 2, 4, 4, true, true),   F16(128, 2, 128, 2, 2, 2, false, true),
+    F16(256, 2, 64, 1, 2, 2, false, true),
 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -50,5 +51,5 @@ EXPORT int tune_forward(int n, const heed_attention *a, const heed_exec *x)
     if (status)
         return status;
     prologue begin(&p, x);
-    return begin.status ? begin.status : variants[n].launch(begin.a, d.units, x);
+    return begin.status ? begin.status : variants[n].launch(begin.a, { 1, INT32_MAX, NULL, NULL }, d.units, x);
 }

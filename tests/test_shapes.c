@@ -59,6 +59,25 @@ TEST(one_query_meets_a_long_cache)
     }
 }
 
+/* Kernels may take many keys in parts where there are few rows: with a band, a sink, and keys that end early. */
+TEST(few_rows_meet_many_keys)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int kind = 0; kind < 4; kind++) {
+            test_case c = case_new(&kernel,
+                                   (case_shape){
+                                       .B = 2, .Hq = 2, .Hk = 1, .Sq = kind < 2 ? 5 : 63, .Sk = 4100, .D = 40 });
+            c.a.causal = kind > 0;
+            c.a.align = HEED_ALIGN_BOTTOM_RIGHT;
+            if (kind == 2)
+                c.a.windowed = 1, c.a.window_left = 1500, c.a.window_right = 0;
+            if (kind == 3)
+                case_sink(&c);
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(one_key_meets_many_queries)
 {
     for_each_kernel(EITHER_PASS, kernel)
@@ -117,6 +136,7 @@ int main(void)
         cmocka_unit_test(query_heads_share_key_heads),
         cmocka_unit_test(sizes_around_the_tiles_of_a_kernel_work),
         cmocka_unit_test(one_query_meets_a_long_cache),
+        cmocka_unit_test(few_rows_meet_many_keys),
         cmocka_unit_test(one_key_meets_many_queries),
         cmocka_unit_test(without_keys_the_result_is_zero),
         cmocka_unit_test(without_rows_the_gradients_of_keys_are_zero),

@@ -27,7 +27,8 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_backward_mma                                                                                        \
     80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED & ~HEED_USES_RESULTS
 #define HEED_NEEDS_forward_sm90                                                                                        \
-    90, 90, 227 * 1024, 256, HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SINK | HEED_USES_LENGTHS | HEED_USES_UNEQUAL
+    90, 90, 227 * 1024, 256,                                                                                           \
+        HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SINK | HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SOFTCAP
 
 #define HEED_DECLARE_CUDA(way, family)                                                                                 \
     size_t heed_##way##_workspace_##family(const heed_problem *, const heed_plan *);                                   \

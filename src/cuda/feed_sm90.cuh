@@ -6,13 +6,28 @@
 #include "tile_sm90.cuh"
 
 /* What is fixed at compile time: head size, warpgroups, keys at once, and how many tiles of Q, K and V there is room for;
- * TURNS: the warpgroups issue their products one after the other; FIRST: the maximum of the first keys will do. */
-template <int D_, int GROUPS_, int KEYS_, int Q_STAGES_, int K_STAGES_, int V_STAGES_, bool TURNS_, bool FIRST_>
+ * TURNS: the warpgroups issue their products one after the other; FIRST: the maximum of the first keys will do; CAPPED:
+ * there is a softcap. */
+template <int D_, int GROUPS_, int KEYS_, int Q_STAGES_, int K_STAGES_, int V_STAGES_, bool TURNS_, bool FIRST_,
+          bool CAPPED_ = false>
 struct forward_shape {
     static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, Q_STAGES = Q_STAGES_,
                          K_STAGES = K_STAGES_, V_STAGES = V_STAGES_, THREADS = 128 + 128 * GROUPS;
-    static constexpr bool TURNS = TURNS_, FIRST = FIRST_;
-    static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, REGISTERS = GROUPS == 3 ? 160 : 232;
+    static constexpr bool TURNS = TURNS_, FIRST = FIRST_, CAPPED = CAPPED_;
+    static_assert(GROUPS == 2 || GROUPS == 3, "with more the registers do not suffice");
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40
+                                              : D == 64   ? 32
+                                                          : 56,
+                         REGISTERS = GROUPS == 2 ? 232
+                                     : D == 64   ? 160
+                                                 : 152; /* what the one gives up the others take */
+};
+
+/* Where there are few rows and many keys, the keys are taken in parts: each is a tile by itself, with its own o and lse,
+ * [part][batch][head][row], and these are merged. */
+struct key_parts {
+    int count, keys;
+    float *o, *lse; /* with more than one */
 };
 
 /* The order of the tiles. Where all have the same number of keys, those of a head follow each other. Where not, heads go
@@ -21,12 +36,14 @@ struct forward_shape {
  * The next group starts with the blocks that had the least of this one. */
 struct tile_order {
     int tiles, heads, even, group, rounds, shift; /* rounds for each group */
+    key_parts by;
 };
 
 /* One tile of rows, as the planner hands it to the others. Blocks of keys are counted from `first` on. */
 template <int ROWS> struct forward_work {
     span s;
-    int turn, h, i0, rows;     /* turn: its number among the tiles of the block; rows = 0: there are no more */
+    int turn, h, i0, rows; /* turn: its number among the tiles of the block; rows = 0: there are no more */
+    int part;
     int hk, first, blocks;     /* the keys that some row of the tile sees */
     int seen[4];               /* the first so many blocks are what a group of 64 rows sees */
     int clear_from, clear_to;  /* all rows see all keys of these blocks */
@@ -85,19 +102,26 @@ __device__ inline void narrow_band(const args &a, const span &s, int i, int &fir
 
 /* By a whole warp: fills w, false where the sequence has no rows there. */
 template <class S>
-__device__ inline bool find_work(const args &a, int turn, int head, int tile, forward_work<S::ROWS> &w)
+__device__ inline bool find_work(const args &a, int turn, int head, int tile, int part, int part_keys,
+                                 forward_work<S::ROWS> &w)
 {
     const int lane = threadIdx.x % 32, i0 = tile * S::ROWS;
+    const int from = part * part_keys, to = from + part_keys;
+    const auto band = [&](int i, int &low, int &high) {
+        narrow_band(a, w.s, i, low, high);
+        low = min(max(low, from), to), high = max(low, min(high, to));
+    };
     int rows = 0;
     if (lane == 0) {
         w.s = span_of(a, head / a.Hq);
-        w.turn = turn, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0, w.rows = rows = min(S::ROWS, w.s.rows - i0);
+        w.turn = turn, w.part = part, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0,
+        w.rows = rows = min(S::ROWS, w.s.rows - i0);
     }
     __syncwarp();
     if (__shfl_sync(~0u, rows, 0) <= 0) /* not read from w: the first lane may already be at the next tile */
         return false;
     int low, high; /* bands move one way: the first and the last row say it all */
-    narrow_band(a, w.s, lane ? i0 + w.rows - 1 : i0, low, high);
+    band(lane ? i0 + w.rows - 1 : i0, low, high);
     const int low0 = __shfl_sync(~0u, low, 0), high0 = __shfl_sync(~0u, high, 0), low1 = __shfl_sync(~0u, low, 1),
               high1 = __shfl_sync(~0u, high, 1);
     const int first = min(low0, low1), last = max(high0, high1), inside = max(low0, low1), outside = min(high0, high1);
@@ -109,15 +133,15 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, fo
     if (w.clear_from > 0 || w.clear_to < w.blocks)
 #pragma unroll 1
         for (int r = lane; r < S::ROWS; r += 32)
-            narrow_band(a, w.s, min(i0 + r, w.s.rows - 1), w.low[r], w.high[r]);
+            band(min(i0 + r, w.s.rows - 1), w.low[r], w.high[r]);
     __syncwarp();
     if (lane < S::GROUPS) {
-        const int from = lane * 64, to = min(from + 64, w.rows) - 1;
+        const int i = lane * 64, last = min(i + 64, w.rows) - 1;
         int seen = w.blocks;
-        if (from > to)
+        if (i > last)
             seen = 0;
         else if (w.clear_to < seen)
-            seen = (max(max(w.high[from], w.high[to]) - w.first, 0) + S::KEYS - 1) / S::KEYS;
+            seen = (max(max(w.high[i], w.high[last]) - w.first, 0) + S::KEYS - 1) / S::KEYS;
         w.seen[lane] = seen;
     }
     return true;
@@ -145,8 +169,9 @@ __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const ti
             const int even = only_now(o.even), by = even ? o.tiles : heads, quotient = at / by,
                       rest = at - quotient * by;
             const int head = head0 + (even ? quotient : rest), tile = even ? rest : o.tiles - 1 - quotient;
+            const int parts = only_now(o.by.count);
             wait_closed();
-            if (find_work<S>(a, turn, head, tile, sh.work[count % AHEAD]))
+            if (find_work<S>(a, turn, head, tile / parts, tile % parts, o.by.keys, sh.work[count % AHEAD]))
                 tell();
         }
         place += o.shift;

@@ -1,27 +1,44 @@
-/* The rows of the Hopper forward: which shape serves which head size. */
+/* The rows of the Hopper forward: which shape serves which head size, and when keys are taken in parts. */
 #include "forward_sm90.cuh"
 
-template <class T, int D, int GROUPS, int KEYS, int Q_STAGES, int KV_STAGES, bool TURNS>
-static heed_status run(const args &a, int units, const heed_exec *x)
-{
-    return forward_sm90_launch<T, forward_shape<D, GROUPS, KEYS, Q_STAGES, KV_STAGES, KV_STAGES, TURNS, true>>(a, units,
-                                                                                                               x);
-}
-
-template <class T> static heed_status run(const args &a, int units, const heed_exec *x)
+/* The softcap wants registers, so there are fewer keys at once, or fewer warpgroups. */
+template <class T> static heed_status run(const args &a, const key_parts &by, int units, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
-    return width <= 64    ? run<T, 64, 3, 112, 2, 4, true>(a, units, x)
-           : width <= 96  ? run<T, 96, 2, 128, 2, 2, false>(a, units, x)
-           : width <= 128 ? run<T, 128, 2, 128, 2, 2, false>(a, units, x)
-           : width <= 192 ? run<T, 192, 2, 96, 1, 2, false>(a, units, x)
-                          : run<T, 256, 2, 64, 1, 2, false>(a, units, x);
+    heed_status (*launch)(const args &, const key_parts &, int, const heed_exec *);
+    if (a.softcap > 0)
+        launch = width <= 64    ? forward_sm90_launch<T, forward_shape<64, 2, 128, 2, 4, 4, false, true, true>>
+                 : width <= 96  ? forward_sm90_launch<T, forward_shape<96, 2, 128, 2, 2, 2, false, true, true>>
+                 : width <= 128 ? forward_sm90_launch<T, forward_shape<128, 2, 112, 2, 2, 2, false, true, true>>
+                 : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 96, 1, 2, 2, false, true, true>>
+                                : forward_sm90_launch<T, forward_shape<256, 2, 48, 1, 2, 2, false, true, true>>;
+    else
+        launch = width <= 64    ? forward_sm90_launch<T, forward_shape<64, 3, 112, 2, 4, 4, true, true>>
+                 : width <= 96  ? forward_sm90_launch<T, forward_shape<96, 3, 96, 1, 2, 2, false, true>>
+                 : width <= 128 ? forward_sm90_launch<T, forward_shape<128, 2, 128, 2, 2, 2, false, true>>
+                 : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 96, 1, 2, 2, false, true>>
+                                : forward_sm90_launch<T, forward_shape<256, 2, 64, 1, 2, 2, false, true>>;
+    return launch(a, by, units, x);
 }
+
+/* Few rows and many keys are taken in parts, so that a small batch fills the device. The rule looks at one sequence only:
+ * the rounding of its result must not depend on the batch, nor on the device. Parts are whole blocks of 64, 96 and 112
+ * keys; the more rows, the more a part costs, and the longer it is. */
+static key_parts parts_of(const heed_problem *p)
+{
+    const int64_t keys = p->Sk / HEED_MAX(p->a.key_stride, 1), part = p->Sq <= 64 ? 1344 : 8064;
+    if (p->Sq > 1024 || keys < 2 * part || p->a.offsets_q || p->a.offsets_k)
+        return { 1, INT32_MAX, NULL, NULL };
+    return { (int)(keys / part + 1), (int)part, NULL, NULL };
+}
+
+static int64_t part_rows(const heed_problem *p) { return p->B * p->Hq * p->Sq; }
 
 size_t heed_forward_workspace_sm90(const heed_problem *p, const heed_plan *plan)
 {
-    (void)p, (void)plan;
-    return 0;
+    (void)plan;
+    const int parts = parts_of(p).count;
+    return parts > 1 ? (size_t)(parts * part_rows(p) * (p->Dv + 1)) * sizeof(float) : 0;
 }
 
 heed_status heed_forward_sm90(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
@@ -31,5 +48,11 @@ heed_status heed_forward_sm90(const heed_problem *p, const heed_plan *plan, cons
         return begin.status;
     const args &a = begin.a;
     const int units = plan->device.units;
-    return a.q.dtype == HEED_F16 ? run<__half>(a, units, x) : run<__nv_bfloat16>(a, units, x);
+    key_parts by = parts_of(p);
+    if (by.count > 1) {
+        by.o = (float *)x->workspace;
+        by.lse = by.o + by.count * part_rows(p) * a.Dv;
+    }
+    heed_status status = a.q.dtype == HEED_F16 ? run<__half>(a, by, units, x) : run<__nv_bfloat16>(a, by, units, x);
+    return status || by.count == 1 ? status : heed_cuda_merge_parts(a, by.count, by.o, by.lse, x);
 }

@@ -34,6 +34,18 @@ template <class S> __device__ inline void hide(float (&s)[S::KEYS / 2], const fo
     }
 }
 
+/* softcap tanh(scale S / softcap), but for the factor, which the exponent takes. */
+template <int N> __device__ inline void cap(float (&s)[N], const args &a)
+{
+    const float twice = 2.0f * LOG2E * a.scale / a.softcap;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        s[i] = fmaf(-2.0f, reciprocal_fast(exp2_fast(s[i] * twice) + 1.0f), 1.0f);
+        if (i % 8 == 7) /* a few at a time, for the sake of registers */
+            keep_order(__float_as_int(s[i]) & INT32_MAX);
+    }
+}
+
 /* Two rows of a lane: offset is c m, l has the sum of the lane's own columns, and factor is what O has to be multiplied
  * with since the maximum grew. */
 struct row_state {
@@ -92,6 +104,8 @@ __device__ inline bool weigh(float (&s)[S::KEYS / 2], row_state &x, const args &
 {
     const bool refresh = exact || edge || unset;
     bool grew = false;
+    if (S::CAPPED)
+        cap(s, a);
     if (edge)
         hide<S>(s, w, row, w.first + j * S::KEYS + threadIdx.x % 4 * 2);
     if (refresh) {
@@ -103,17 +117,23 @@ __device__ inline bool weigh(float (&s)[S::KEYS / 2], row_state &x, const args &
     return grew;
 }
 
+/* The number of row i of a tile among the rows of all parts. */
+template <int ROWS> __device__ inline int64_t part_row(const args &a, const forward_work<ROWS> &w, int i)
+{
+    return (((int64_t)w.part * a.B + w.s.b) * a.Hq + w.h) * a.Sq + w.i0 + i;
+}
+
 /* The sums are complete: writes lse; divide: what is left to multiply O with. False where something was out of range. */
 template <class S>
 __device__ inline bool conclude(const row_state &x, const args &a, const forward_work<S::ROWS> &w, int row,
-                                float (&divide)[2])
+                                const tile_order &order, float (&divide)[2])
 {
-    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, w.h, 0)) : -CUDART_INF_F;
+    const float sink = a.sink.data && order.by.count == 1 ? load(a.sink, row_at(a.sink, 0, w.h, 0)) : -CUDART_INF_F;
     float size = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int i = row + 8 * r;
-        float sum = quad_sum(x.l[r]), own = x.m[r] * a.scale, most = fmaxf(own, sink);
+        float sum = quad_sum(x.l[r]), own = x.m[r] * (S::CAPPED ? a.softcap : a.scale), most = fmaxf(own, sink);
         size += fabsf(sum);
         divide[r] = 0.0f;
         if (sum != 0.0f) { /* else the row saw no key */
@@ -121,19 +141,23 @@ __device__ inline bool conclude(const row_state &x, const args &a, const forward
             sum = sum * factor + exp2_fast((sink - most) * LOG2E);
             divide[r] = factor / sum;
         }
-        if (a.lse.data && threadIdx.x % 4 == 0 && i < w.rows) {
-            float *const lse = (float *)a.lse.data + row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i);
-            *lse = sum == 0.0f ? -CUDART_INF_F : most + logf(sum);
+        if (threadIdx.x % 4 == 0 && i < w.rows) {
+            float *const lse = order.by.count > 1 ? order.by.lse + part_row(a, w, i)
+                               : a.lse.data
+                                   ? (float *)a.lse.data + row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i)
+                                   : NULL;
+            if (lse)
+                *lse = sum == 0.0f ? -CUDART_INF_F : most + logf(sum);
         }
     }
     return size < 1e37f;
 }
 
 /* A tile is over for this group: O is divided and leaves, 64 columns at a time, through a few rows of shared memory that
- * are the warp's own. False where something was out of range. */
+ * are the warp's own. The O of a part leaves as it is. False where something was out of range. */
 template <class T, class S>
 __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], const args &a,
-                                const forward_work<S::ROWS> &w, char *out, int row0)
+                                const forward_work<S::ROWS> &w, const tile_order &order, char *out, int row0)
 {
     const int lane = threadIdx.x % 32, rows = w.rows - row0;
     float size[4] = {};
@@ -146,6 +170,21 @@ __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], 
 #pragma unroll
         for (int i = 0; i < S::D / 2; i++)
             O[i] = divide[i / 2 % 2] == 0.0f ? 0.0f : O[i];
+    if (order.by.count > 1) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int i = lane / 4 + 8 * r;
+            float *const o = order.by.o + part_row(a, w, row0 + i) * a.Dv;
+            if (i < rows)
+#pragma unroll
+                for (int c = 0; c < S::D / 4; c++) {
+                    const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+                    if (column < a.Dv)
+                        o[column] = O[c / 2 * 4 + 2 * r + c % 2];
+                }
+        }
+        return size[0] + size[1] + size[2] + size[3] < 1e37f;
+    }
     const int64_t pitch = a.o.stride[2];
     T *o = (T *)a.o.data + row_at(a.o, w.s.q_batch, w.h, w.s.q_row + w.i0 + row0 + lane / 8) + lane % 8 * 8;
     const uint32_t to = shared_address(out) + lane % 16 * 128;
@@ -184,18 +223,26 @@ __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 /* One of the warpgroups. Each step takes P of one block to O += P V and makes S and P of the next, which at the end of a
  * tile is the first of the next tile: the tensor core has the one to do while the exponentials of the other are taken.
  * Two copies of this: a short one for the blocks within a tile, and one for all that can happen between tiles. */
-template <class T, class S> __device__ inline void consume(forward_shared<S> &sh, const args &a)
+template <class T, class S>
+__device__ inline void consume(forward_shared<S> &sh, const args &a, const tile_order &order)
 {
+    constexpr bool OVERLAP = S::Q_STAGES == 2; /* of tiles: the first S of one and the last P V of another */
     constexpr int KEYS = S::KEYS, D = S::D, GROUPS = S::GROUPS, K_BYTES = sizeof sh.K[0], V_BYTES = sizeof sh.V[0];
     const int lane = threadIdx.x % 32, group = uniform(threadIdx.x / 128) - 1;
     const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const float c = a.scale * LOG2E;
+    const float c = (S::CAPPED ? a.softcap : a.scale) * LOG2E;
     const row_state fresh = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {}, { 1.0f, 1.0f } };
     const uint32_t q_full = shared_address(sh.q_full), q_empty = shared_address(sh.q_empty),
                    k_full = shared_address(sh.k_full), v_full = shared_address(sh.v_full),
                    k_empty = shared_address(sh.k_empty), v_empty = shared_address(sh.v_empty);
     const uint64_t Q0 = tile_at(shared_address(sh.Q) + group * 64 * 128), K0 = tile_at(shared_address(sh.K)),
                    V0 = tile_at(shared_address(sh.V), KEYS * 128);
+    float O[D / 2];
+    uint32_t P[KEYS / 16][4];
+    row_state x;
+    int n = -1, j = 0, keep = 0;                    /* P is that of block j of tile n; keep = 0: its first */
+    bool open = false, real = false, ended = false; /* tile n is open; P is that of a block; there are no more tiles */
+    bool exact = !S::FIRST;
     ring<S::K_STAGES> at_k;
     ring<S::V_STAGES> at_v;
     const auto release = [&](uint32_t empty, auto &at) {
@@ -211,38 +258,60 @@ template <class T, class S> __device__ inline void consume(forward_shared<S> &sh
         if (S::TURNS)
             named_arrive(8 + (group + 1) % GROUPS, 256);
     };
+    const auto send = [&](int n, const float(&divide)[2], bool good) {
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        good &= send_out<T, S>(O, divide, a, w, order, sh.out[threadIdx.x / 32 - 4], row - lane / 4);
+        if (S::FIRST && !exact && real && !good)
+            sh.fails(w.turn);
+        __syncwarp();
+        if (lane == 0)
+            arrive(shared_address(&sh.closed[n % AHEAD]));
+    };
     const auto q_desc = [&](int n) { return on(Q0, S::Q_STAGES == 1 ? 0 : uniform(n % 2) * (int)sizeof sh.Q[0]); };
-    const auto skip = [&](int unseen) {
+    const auto skip = [&](int unseen, bool keys, bool values) {
 #pragma unroll 1
         for (int i = 0; i < unseen; i++) {
-            wait(k_full + 8 * at_k.at(), at_k.parity());
-            take_turn(), pass_turn();
-            release(k_empty, at_k);
-            wait(v_full + 8 * at_v.at(), at_v.parity());
-            release(v_empty, at_v);
+            if (keys) {
+                wait(k_full + 8 * at_k.at(), at_k.parity());
+                take_turn(), pass_turn();
+                release(k_empty, at_k);
+            }
+            if (values) {
+                wait(v_full + 8 * at_v.at(), at_v.parity());
+                release(v_empty, at_v);
+            }
         }
     };
     if (S::TURNS && group == GROUPS - 1)
         pass_turn(); /* the first turn is the first group's */
 
-    float O[D / 2];
-    uint32_t P[KEYS / 16][4];
-    row_state x;
-    int n = -1, j = 0, keep = 0;                    /* P is that of block j of tile n; keep = 0: its first */
-    bool open = false, real = false, ended = false; /* tile n is open; P is that of a block; there are no more tiles */
-    bool exact = !S::FIRST;
     for (;;) {
+        float divide[2];
+        if (!OVERLAP && open) { /* the last O += P V of tile n by itself */
+            if (real)
+                wait(v_full + 8 * at_v.at(), at_v.parity());
+            wgmma_fence();
+            multiply_columns<T, D, KEYS>(O, P, on(V0, uniform(at_v.at()) * V_BYTES), keep);
+            wgmma_commit();
+            const bool good = conclude<S>(x, a, sh.work[n % AHEAD], row, order, divide);
+            wgmma_wait<0>();
+            if (real)
+                release(v_empty, at_v);
+            send(n, divide, good);
+            open = false;
+        }
+
         /* What comes after tile n? */
         bool next = false;
-        int seen = 0;
-        if (!ended && (S::Q_STAGES == 2 || !open)) {
+        int seen = 0, unseen = 0;
+        if (!ended) {
             wait(q_full + (n + 1) % 2 * 8, (n + 1) / 2 % 2);
             const forward_work<S::ROWS> &w = sh.work[(n + 1) % AHEAD];
             ended = w.rows == 0;
-            seen = w.seen[group];
-            next = !ended && seen > 0 && (!open || seen == w.blocks);
+            seen = w.seen[group], unseen = w.blocks - seen;
+            next = !ended && seen > 0 && (!open || unseen < S::V_STAGES);
             if (!ended && !open) {
-                skip(w.blocks - seen);
+                skip(unseen, true, true), unseen = 0;
                 if (seen == 0) { /* nothing to see: as if it had been seen */
                     n++;
                     if (lane == 0)
@@ -252,6 +321,8 @@ template <class T, class S> __device__ inline void consume(forward_shared<S> &sh
                     continue;
                 }
             }
+            if (next)
+                skip(unseen, true, false); /* their V comes after the last of tile n */
         }
         if (!next && !open) { /* the run is over */
             n++;
@@ -269,24 +340,26 @@ template <class T, class S> __device__ inline void consume(forward_shared<S> &sh
          * are not wanted are computed all the same, of whatever there is, and not used. */
         bool good = true, unset = true; /* unset: some row of the warp has no maximum yet */
         {
-            float s[KEYS / 2], divide[2];
+            float s[KEYS / 2];
             const uint64_t K = on(K0, uniform(at_k.at()) * K_BYTES), V = on(V0, uniform(at_v.at()) * V_BYTES);
             if (next) {
                 wait(k_full + 8 * at_k.at(), at_k.parity());
                 take_turn();
             }
-            if (real)
+            if (OVERLAP && real)
                 wait(v_full + 8 * at_v.at(), at_v.parity());
             wgmma_fence();
             multiply_rows<T, D, S::ROWS, KEYS>(s, q_desc(n + 1), K);
             wgmma_commit();
-            multiply_columns<T, D, KEYS>(O, P, V, keep);
-            wgmma_commit();
+            if (OVERLAP) {
+                multiply_columns<T, D, KEYS>(O, P, V, keep);
+                wgmma_commit();
+            }
             if (next)
                 pass_turn();
-            if (open)
-                good = conclude<S>(x, a, sh.work[n % AHEAD], row, divide);
-            wgmma_wait<1>();
+            if (OVERLAP && open)
+                good = conclude<S>(x, a, sh.work[n % AHEAD], row, order, divide);
+            wgmma_wait<OVERLAP>();
             if (next) {
                 release(k_empty, at_k);
                 if (seen == 1 && lane == 0)
@@ -298,18 +371,13 @@ template <class T, class S> __device__ inline void consume(forward_shared<S> &sh
                 keep_order(__float_as_int(x.l[0] + x.l[1]));
             }
             wgmma_wait<0>();
-            if (real)
+            if (OVERLAP && real)
                 release(v_empty, at_v);
-            if (open) {
-                const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
-                good &= send_out<T, S>(O, divide, a, w, sh.out[threadIdx.x / 32 - 4], row - lane / 4);
-                if (S::FIRST && !exact && real && !good)
-                    sh.fails(w.turn);
-                __syncwarp();
-                if (lane == 0)
-                    arrive(shared_address(&sh.closed[n % AHEAD]));
-            }
             pack_rows<T, KEYS>(P, s);
+            if (OVERLAP && open)
+                send(n, divide, good);
+            if (next)
+                skip(unseen, false, true);
         }
         open = real = next, keep = 0;
         if (!next)
@@ -399,17 +467,18 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         }
     } else {
         more_registers<S::REGISTERS>();
-        consume<T, S>(sh, a);
+        consume<T, S>(sh, a, order);
     }
 #endif
 }
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-template <class T, class S> heed_status forward_sm90_launch(const args &a, int units, const heed_exec *x)
+template <class T, class S>
+heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, const heed_exec *x)
 {
     static_assert(sizeof(forward_shared<S>) <= 227 * 1024, "shared memory of one block");
-    const int64_t tiles = tiles_of(a.Sq, S::ROWS), heads = (int64_t)a.B * a.Hq, total = tiles * heads;
+    const int64_t tiles = tiles_of(a.Sq, S::ROWS) * by.count, heads = (int64_t)a.B * a.Hq, total = tiles * heads;
     if (total == 0)
         return HEED_OK;
     if (total > INT32_MAX - 1024)
@@ -434,7 +503,8 @@ template <class T, class S> heed_status forward_sm90_launch(const args &a, int u
     const bool even = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q;
     const int64_t group = even ? heads : HEED_MIN(heads, HEED_MAX(1, cached / head_bytes) * a.G);
     const tile_order order = {
-        (int)tiles, (int)heads, even, (int)group, (int)tiles_of(group * tiles, blocks), (int)(group * tiles % blocks)
+        (int)tiles, (int)heads, even, (int)group, (int)tiles_of(group * tiles, blocks), (int)(group * tiles % blocks),
+        by
     };
     return launch(forward_sm90<T, S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, order);
 }

@@ -74,6 +74,45 @@ __global__ void merge_rows(const __grid_constant__ view o, const __grid_constant
         store(lse, lse_at, (float)(m + log(w + w2)));
 }
 
+/* One warp for each row. The parts are summed in their order. */
+__global__ void merge_parts(const __grid_constant__ args a, rows_shape n, int parts, const float *o, const float *lse)
+{
+    const int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= n.count)
+        return;
+    const int i = (int)(row % n.rows), h = (int)(row / n.rows % n.heads);
+    const span s = span_of(a, (int)(row / n.rows / n.heads));
+    if (i >= s.rows)
+        return;
+    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, h, 0)) : -CUDART_INF_F;
+    float m = -CUDART_INF_F, sum = 0.0f;
+    for (int part = 0; part < parts; part++)
+        m = fmaxf(m, lse[part * n.count + row]);
+    const bool seen = m != -CUDART_INF_F;
+    m = fmaxf(m, sink);
+    for (int part = 0; seen && part < parts; part++)
+        sum += expf(lse[part * n.count + row] - m);
+    sum += seen ? expf(sink - m) : 0.0f;
+    const int64_t o_at = row_at(a.o, s.q_batch, h, s.q_row + i);
+    for (int c = threadIdx.x % 32; c < n.width; c += 32) {
+        float x = 0.0f;
+        for (int part = 0; seen && part < parts; part++) {
+            const float w = expf(lse[part * n.count + row] - m);
+            if (w != 0.0f)
+                x += w * o[(part * n.count + row) * n.width + c];
+        }
+        store(a.o, o_at + c * a.o.stride[3], seen ? x / sum : 0.0f);
+    }
+    if (a.lse.data && threadIdx.x % 32 == 0)
+        store(a.lse, row_at(a.lse, s.q_batch, h, s.q_row + i), seen ? m + logf(sum) : -CUDART_INF_F);
+}
+
+heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, const float *lse, const heed_exec *x)
+{
+    rows_shape n = { a.Hq, a.Sq, (int64_t)a.B * a.Hq * a.Sq, a.Dv };
+    return launch(merge_parts, tiles_of(n.count, WARPS), 32 * WARPS, 0, x, a, n, parts, o, lse);
+}
+
 /* ---- The sink's gradient ----------------------------------------------------------------------------------------- */
 
 /* d_sink = -sum over batch and rows of exp(sink - lse) delta. One block for each head. */

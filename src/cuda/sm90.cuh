@@ -138,7 +138,8 @@ template <int PENDING> __device__ inline void wgmma_wait()
 
 /* Lists of operands: names "%0", ... in the instruction, and the registers behind them. */
 #define NAMES16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NAMES32 NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES24 NAMES16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define NAMES32 NAMES24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define NAMES40 NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define NAMES48 NAMES40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES56 NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55"
@@ -151,7 +152,8 @@ template <int PENDING> __device__ inline void wgmma_wait()
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R8(i) R4(i), R4(i + 4)
 #define R16(i) R8(i), R8(i + 8)
-#define R32 R16(0), R16(16)
+#define R24 R16(0), R8(16)
+#define R32 R24, R8(24)
 #define R40 R32, R8(32)
 #define R48 R40, R8(40)
 #define R56 R48, R8(48)
@@ -189,6 +191,7 @@ template <class T, int N> struct wgmma;
         }                                                                                                              \
     };
 #define WGMMA_BOTH(...) WGMMA(__half, "f16", __VA_ARGS__) WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__)
+WGMMA_BOTH(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53, 54)
@@ -214,6 +217,13 @@ __device__ inline void store_matrices_transposed(uint32_t address, uint32_t x0, 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x0),
                  "r"(x1), "r"(x2), "r"(x3)
                  : "memory");
+}
+
+__device__ inline float reciprocal_fast(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 /* A nap that is never taken, for x >= 0: the assembler moves a wait for wgmma up past arithmetic that was to run in its
