@@ -79,7 +79,7 @@ class Bench:
 
     def measure(self, threads, kernel=None, **words):
         """Best seconds of heed, and of each of PyTorch's ways."""
-        words = dict(words, threads=threads, min_time=self.options.min_time)
+        words = dict(words, threads=threads, min_time=self.options.min_time, clock=self.options.clock)
         ours, theirs = math.inf, {}
         for _ in range(self.options.rounds):
             forced = {"kernel": kernel} if kernel else {}
@@ -262,6 +262,8 @@ def parse(arguments):
     parser.add_argument("--shape", action="append", metavar="B,H,S,D", help="only this shape of the tables; repeatable")
     parser.add_argument("--rounds", type=int, help="how often each case is measured on both sides (3)")
     parser.add_argument("--min-time", type=float, default=0.2, metavar="S", help="seconds of each measurement (0.2)")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall",
+                        help="cpu: processor time, for one thread on a machine with other work")
     options = parser.parse_args(arguments)
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shape or []] or (QUICK if options.quick else None)
     options.skips = lambda shape: shapes is not None and shape not in shapes

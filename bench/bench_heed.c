@@ -2,7 +2,7 @@
  *
  *     time    pass=forward dtype=fp32 B=1 Hq=8 Hk=8 Sq=1024 Sk=1024 D=64 causal=0 stride=1 threads=1 min_time=0.2
  *             seconds of one call: the median of samples of at least half a millisecond each, taken for min_time
- *             seconds after a warm-up. backward: the gradients of q, k and v, given forward's o and lse
+ *             seconds after a warm-up; with clock=cpu, seconds of processor time. backward: the gradients of q, k and v, given forward's o and lse
  *     verify  the same words: the results themselves, of inputs that torch_side.py makes alike
  *     peak    kind=fma threads=1: flop/s of this machine: multiply-adds that depend on nothing but registers.
  *             kinds: fma (the widest there is), avx2, bf16 (pair dot products)
@@ -23,10 +23,12 @@
 #include <immintrin.h>
 #endif
 
+static clockid_t clock_used = CLOCK_MONOTONIC;
+
 static double now(void)
 {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock_used, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
@@ -215,6 +217,8 @@ static void print_tensor(const char *name, const heed_tensor *t, const char *end
 static void run_case(const char *line, int verify)
 {
     problem p;
+    char clock[64];
+    clock_used = strcmp(text_of(line, "clock", clock), "cpu") ? CLOCK_MONOTONIC : CLOCK_PROCESS_CPUTIME_ID;
     if (prepare(line, &p))
         fail();
     else if (!verify)
@@ -230,6 +234,7 @@ static void run_case(const char *line, int verify)
         print_tensor("dv", &p.g.d_v, "}\n");
     }
     destroy(&p);
+    clock_used = CLOCK_MONOTONIC;
 }
 
 /* ---- peak, read: the machine ---------------------------------------------------------------------------------------- */
