@@ -211,6 +211,7 @@ typedef enum heed_backend {
 typedef enum heed_precision {
     HEED_EXACT = 0, /* fp32 inputs are multiplied with fp32 accuracy */
     HEED_TF32 = 1,  /* fp32 inputs may be multiplied in tf32 where that is faster */
+    HEED_PLAIN = 2, /* as HEED_EXACT, and by fp32 instructions alone, not by tensor cores that take them in parts */
 } heed_precision;
 
 typedef struct heed_exec {

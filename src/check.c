@@ -413,7 +413,7 @@ heed_status heed_check_exec(const heed_exec *x)
         BAD("exec: is NULL");
     if ((unsigned)x->backend > HEED_REFERENCE)
         BAD("backend: is %d, which is no heed_backend", (int)x->backend);
-    if ((unsigned)x->precision > HEED_TF32)
+    if ((unsigned)x->precision > HEED_PLAIN)
         BAD("precision: is %d, which is no heed_precision", (int)x->precision);
     if (x->device < 0)
         BAD("device: is %d, expected 0 or more", x->device);

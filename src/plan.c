@@ -82,7 +82,8 @@ static const char *const use_names[] = { "causal or window",
                                          "a scale of zero or less",
                                          "o in another type than q",
                                          "gradients that are added to or of another type",
-                                         "a key stride in a ragged batch, or keys very far apart" };
+                                         "a key stride in a ragged batch, or keys very far apart",
+                                         "products by fp32 instructions alone" };
 
 __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const char *format, ...)
 {
@@ -138,6 +139,7 @@ unsigned heed_uses_of(const heed_problem *p)
     uses |= (a->key_stride > 1 && a->offsets_k) || a->key_stride >= INT32_MAX / HEED_MAX(a->key_step, 1)
                 ? HEED_USES_SPREAD
                 : 0;
+    uses |= p->precision == HEED_PLAIN && a->q.dtype == HEED_F32 ? HEED_USES_PLAIN : 0;
     return uses;
 }
 

@@ -230,12 +230,12 @@ TEST(every_generation_gets_its_family)
     } expected[] = {
         { "t4", "portable", "turing portable", "portable" },
         { "rtx2080", "portable", "turing portable", "portable" },
-        { "a100", "portable", "mma portable", "mma portable" },
-        { "rtx3090", "portable", "mma portable", "mma portable" },
-        { "l4", "portable", "mma portable", "mma portable" },
-        { "rtx4090", "portable", "mma portable", "mma portable" },
-        { "h100", "portable", "sm90 mma portable", "sm90 mma portable" },
-        { "h200", "portable", "sm90 mma portable", "sm90 mma portable" },
+        { "a100", "split portable", "mma portable", "mma portable" },
+        { "rtx3090", "split portable", "mma portable", "mma portable" },
+        { "l4", "split portable", "mma portable", "mma portable" },
+        { "rtx4090", "split portable", "mma portable", "mma portable" },
+        { "h100", "split portable", "sm90 mma portable", "sm90 mma portable" },
+        { "h200", "split portable", "sm90 mma portable", "sm90 mma portable" },
         { "b200", "portable", "mma portable", "mma portable" },
         { "rtx5090", "portable", "mma portable", "mma portable" },
     };
@@ -259,6 +259,21 @@ TEST(every_generation_gets_its_family)
                     if (!strstr(text, name))
                         fail_msg("%s: \"%s\" instead of %s", expected[n].gpu, text, name);
                 }
+}
+
+/* heed.h: HEED_PLAIN, "by fp32 instructions alone". */
+TEST(plain_fp32_gets_no_tensor_cores)
+{
+    if (!has_cuda_rows())
+        skip();
+    for (int pass = 0; pass < 2; pass++) {
+        sample s = sample_new((heed_pass)pass, HEED_F32, 64, 64);
+        heed_exec x = on_gpu;
+        char text[4096];
+        x.precision = HEED_PLAIN;
+        assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &x, "h200", text, sizeof text), HEED_OK);
+        assert_non_null(strstr(text, "_cuda_portable_f32: taken"));
+    }
 }
 
 /* ---- Reasons ----------------------------------------------------------------------------------------------------- */
@@ -351,6 +366,7 @@ int main(void)
         cmocka_unit_test(every_feature_is_seen_in_the_problem),
         cmocka_unit_test(every_gpu_gets_the_first_kernel_that_fits_whatever_the_problem),
         cmocka_unit_test(every_generation_gets_its_family),
+        cmocka_unit_test(plain_fp32_gets_no_tensor_cores),
         cmocka_unit_test(a_chip_without_what_a_kernel_needs_is_told_why),
         cmocka_unit_test(a_kernel_that_lacks_a_feature_says_which),
         cmocka_unit_test(a_head_size_beyond_a_kernel_says_so),

@@ -158,10 +158,9 @@ TEST(a_large_scale_does_not_overflow_what_the_score_does_not)
             fill_row(&c.a.q, 0, 0, i, 0x1p-90), fill_row(&c.a.k, 0, 0, i, 0x1p100 * (double)(i + 1) / 20);
         c.a.scale = 0x1p40f;
         case_forward(&c);
-        heed_tensor last = slice(c.a.v, 2, 19, 1, 1); /* the largest score takes all */
-        for (int64_t i = 0; i < 20; i++) {
-            heed_tensor row = slice(c.a.o, 2, i, 1, 1);
-            expect_same_bits(&c, "o", &last, &row);
+        for (int64_t n = 0; n < 20 * 16; n++) { /* the largest score takes all */
+            double v = get(&c.a.v, 0, 0, 19, n % 16);
+            assert_true(fabs(get(&c.a.o, 0, 0, n / 16, n % 16) - v) <= 0x1p-22 * fabs(v));
         }
         case_free(&c);
     }

@@ -30,6 +30,10 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
     90, 90, 227 * 1024, 256,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SINK | HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SOFTCAP
 
+#define HEED_NEEDS_split 80, 90, HEED_SHARED_SMALL, 128, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
+#define HEED_NEEDS_forward_split HEED_NEEDS_split
+#define HEED_NEEDS_backward_split HEED_NEEDS_split
+
 #define HEED_DECLARE_CUDA(way, family)                                                                                 \
     size_t heed_##way##_workspace_##family(const heed_problem *, const heed_plan *);                                   \
     heed_status heed_##way##_##family(const heed_problem *, const heed_plan *, const heed_exec *);
@@ -38,6 +42,8 @@ HEED_DECLARE_CUDA(backward, portable)
 HEED_DECLARE_CUDA(forward, mma)
 HEED_DECLARE_CUDA(backward, mma)
 HEED_DECLARE_CUDA(forward, sm90)
+HEED_DECLARE_CUDA(forward, split)
+HEED_DECLARE_CUDA(backward, split)
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,321 @@
+/* Forward for fp32 on tensor cores, head sizes to 128, on sm_80 to sm_90: each operand is two numbers of fp16 (split.cuh).
+ * A block of four warps owns 64 or 128 rows of one head and meets 32 keys at a time, as in forward_mma.cu.
+ *
+ * Few keys: each block splits those it meets, and the call is one launch. Many: a pass before the kernel has split them
+ * into the workspace. Either way the numbers are the same to the last bit.
+ *
+ * P carries 2^14, which cancels against l. O is kept in units of 2^-v, v being the least shift of the V tiles so far. */
+#include "split.cuh"
+#include "tile_mma.cuh"
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+
+/* From this many keys on, splitting them once for all blocks is worth a launch. */
+constexpr int MANY_KEYS = 512;
+
+template <int D, bool ALONE> struct shape {
+    static constexpr int MT = ALONE || D == 128 ? 1 : 2, BR = WARPS * 16 * MT;
+    static constexpr int BC = 32, NT = BC / 8;
+    static constexpr int KEYS = ALONE ? SPLIT_ROWS : BC; /* in shared memory at a time */
+};
+
+template <int D, bool ALONE> struct shared_split {
+    typedef shape<D, ALONE> like;
+    char Q[tile_bytes<D, like::BR>], K[tile_bytes<D, like::KEYS>], V[tile_bytes<D, like::KEYS>];
+    int low[like::BR], high[like::BR], inside, outside; /* all rows see keys inside .. outside */
+    unsigned most[WARPS];
+    span sequence; /* what is looked at once for each tile lies here and not in registers */
+    head of;
+    shift q[like::BR / SPLIT_ROWS];
+};
+
+template <int MT, int NT> struct exact_tile : query_major<MT, NT> {
+    static constexpr bool EXACT = true;
+};
+
+/* The four lanes of a row are neighbours. */
+__device__ static float row_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ static float row_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/* What is subtracted from exponents when the row's maximum is m: rounded once, so that every tile uses the same. Beyond
+ * 1e7 its own rounding would matter: then scores are subtracted from each other first. */
+__device__ static float offset_of(float m) { return fmaf(m, LOG2E, (float)-TOP); }
+__device__ static bool is_large(float offset) { return !(fabsf(offset) <= 1e7f); }
+
+/* P = 2^14 exp(c S - m'), l = l a + sum P, with m' = max(m, c S) and a = exp(m - m'), which is what O is to be
+ * multiplied by. */
+template <int MT, int NT>
+__device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], float (&l)[MT * 2], float (&a)[MT * 2],
+                                    float c)
+{
+    const float c2 = c * LOG2E;
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++) {
+        float(&rows)[NT][4] = S[r / 2];
+        const int half = r % 2 * 2;
+        float top = -CUDART_INF_F;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+            top = fmaxf(top, fmaxf(rows[n][half], rows[n][half + 1]));
+        top = row_max(top);
+        const float own = top * c, most = fmaxf(m[r], own), base = most == -CUDART_INF_F ? 0.0f : most;
+        const float offset = offset_of(base);
+        float sum = 0.0f;
+        if (is_large(offset)) {
+            a[r] = exp2_fast((m[r] - base) * LOG2E);
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int e = half; e < half + 2; e++) {
+                    const float x = rows[n][e];
+                    const float less = own >= m[r] ? (x - top) * c2 : min_or_nan(fmaf(x, c, -base) * LOG2E, 0.0f);
+                    rows[n][e] = exp2_fast(less + TOP);
+                    sum += rows[n][e];
+                }
+        } else {
+            a[r] = exp2_fast(offset_of(m[r]) - offset);
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int e = half; e < half + 2; e++) {
+                    rows[n][e] = exp2_fast(fmaf(rows[n][e], c2, -offset));
+                    sum += rows[n][e];
+                }
+        }
+        m[r] = most;
+        l[r] = l[r] * a[r] + sum;
+    }
+}
+
+template <class Tile> __device__ static void drop(Tile &t, const args &a, const span &s, const head &x)
+{
+    uint32_t kept[Tile::R];
+    draw_tile(t, kept, a, s, x);
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++)
+            t.at(r, c) = kept[r] >> c & 1 ? t.at(r, c) : 0.0f;
+}
+
+/* Closes a row: from its l and maximum m to lse, and to what O is to be divided by. A sink joins l. */
+__device__ static float finish_row(float l, float m, float sink, float &lse)
+{
+    lse = -CUDART_INF_F;
+    if (l == 0.0f) /* the row saw no key */
+        return 0.0f;
+    const float LN2 = 0.693147182f, LN2_REST = -1.90465421e-9f, offset = offset_of(m);
+    const bool large = is_large(offset);
+    const float d = fminf(large ? (sink - m) * LOG2E + TOP : fmaf(sink, LOG2E, -offset), 127.0f);
+    const float sum = l + exp2_fast(d);
+    lse = d > 100.0f && sum == sum ? sink
+          : large                  ? m + logf(sum * power(-TOP))
+                                   : fmaf(offset, LN2, fmaf(offset, LN2_REST, logf(sum)));
+    return sum;
+}
+
+/* x / y from r = 1 / y, with one rounding in place of two. */
+__device__ static float quotient(float x, float y, float r)
+{
+    const float z = x * r;
+    return fabsf(z) < 1e30f ? fmaf(fmaf(-z, y, x), r, z) : z;
+}
+
+/* Splits rows into a tile. Starts with all threads past what the tile held before. */
+template <int D, int ROWS, int TILE>
+__device__ static shift split_here(char *tile, int first, unsigned *most, const even_rows &rows)
+{
+    const rows_in_flight<D, ROWS, THREADS> some(rows);
+    const shift found = some.find_shift(most);
+    some.template split<TILE>(tile, first, TILE, found.s);
+    return found;
+}
+
+/* GENERAL: what the scores need beyond scale and band. exact_below: where the shifts of Q and K add up to less, two
+ * numbers of fp16 are not enough. */
+template <int D, bool GENERAL, bool ALONE>
+__global__ void __launch_bounds__(THREADS, 2)
+    forward_split(const __grid_constant__ args a, const __grid_constant__ split_tensors split, int tiles,
+                  int exact_below)
+{
+#if HEED_SPLIT_HERE
+    typedef shape<D, ALONE> like;
+    constexpr int MT = like::MT, NT = like::NT, BR = like::BR, BC = like::BC, KEYS = like::KEYS;
+    extern __shared__ __align__(1024) char memory[];
+    auto &s = *(shared_split<D, ALONE> *)memory;
+    const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT, i0 = (tiles - 1 - blockIdx.x % tiles) * BR;
+    if (threadIdx.x == 0) {
+        s.sequence = span_of(a, blockIdx.x / tiles / a.Hq);
+        s.of = head_of(a, s.sequence, blockIdx.x / tiles % a.Hq);
+    }
+    __syncthreads();
+    const span &q = s.sequence;
+    const head &x = s.of;
+    if (i0 >= q.rows)
+        return;
+    const int rows = min(BR, q.rows - i0);
+    if (threadIdx.x < BR)
+        band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
+    __syncthreads();
+    const int first = min(s.low[0], s.low[rows - 1]) / KEYS * KEYS, last = max(s.high[0], s.high[rows - 1]);
+    if (threadIdx.x == 0)
+        s.inside = max(s.low[0], s.low[rows - 1]), s.outside = min(s.high[0], s.high[rows - 1]);
+    const int64_t group0 = ALONE ? 0 : first_group(split.k, q.b, q.k_row, x.hk);
+    if (!ALONE && first < last)
+        copy_split<D, KEYS, THREADS>(sK, split.k, group0 + first / GROUP_ROWS, q.keys - first);
+    commit_copies();
+#pragma unroll 1
+    for (int part = 0; part < BR; part += SPLIT_ROWS) {
+        const shift found = split_here<D, SPLIT_ROWS, BR>(s.Q, part, s.most,
+                                                          queries_from(a, q, a.q, x.h, i0 + part, a.D));
+        if (threadIdx.x == 0)
+            s.q[part / SPLIT_ROWS] = found;
+    }
+    __syncthreads();
+    const shift q_shift = s.q[row0 / SPLIT_ROWS];
+
+    float O[MT][D / 8][4], m[MT * 2], l[MT * 2];
+    clear(O);
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++)
+        m[r] = -CUDART_INF_F, l[r] = 0.0f;
+    int v_least = 1000;
+    shift k_shift, v_shift;
+    for (int n0 = first; n0 < last; n0 += BC) {
+        if (ALONE && n0 % SPLIT_ROWS == 0) {
+            k_shift = split_here<D, SPLIT_ROWS, KEYS>(s.K, 0, s.most, keys_from(a, q, a.k, x.hk, n0, a.D));
+            v_shift = split_here<D, SPLIT_ROWS, KEYS>(s.V, 0, s.most, keys_from(a, q, a.v, x.hk, n0, a.Dv));
+            __syncthreads();
+        } else if (!ALONE) {
+            k_shift = split.k.shifts[group0 + n0 / SPLIT_ROWS * (SPLIT_ROWS / GROUP_ROWS)];
+            v_shift = split.v.shifts[group0 + n0 / SPLIT_ROWS * (SPLIT_ROWS / GROUP_ROWS)];
+            wait_copies<0>();
+            __syncthreads(); /* K is here, and the last V is no longer needed */
+            copy_split<D, KEYS, THREADS>(sV, split.v, group0 + n0 / GROUP_ROWS, q.keys - n0);
+            commit_copies();
+        }
+        float S[MT][NT][4];
+        const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
+        exact_tile<MT, NT> t = { { S, s.low, s.high, i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 } };
+        const int shifts = q_shift.s + k_shift.s;
+        if (q_shift.strange | k_shift.strange || shifts < exact_below)
+            multiply_exactly(t, a, q, x, q_shift.s, k_shift.s);
+        else
+            multiply_split_rows<D, BR, KEYS>(S, sQ, row0, sK, n0 % KEYS); /* S = Q K^T 2^shifts */
+        if (!ALONE) {
+            wait_copies<0>();
+            __syncthreads(); /* V is here, and this K is no longer needed */
+            if (n0 + BC < last)
+                copy_split<D, KEYS, THREADS>(sK, split.k, group0 + (n0 + BC) / GROUP_ROWS, q.keys - n0 - BC);
+            commit_copies();
+        }
+        float c = 1.0f;
+        if (GENERAL) {
+            const float up = power(-shifts / 2), further = power(-shifts - -shifts / 2);
+#pragma unroll
+            for (int r = 0; r < MT * 2; r++)
+#pragma unroll
+                for (int e = 0; e < NT * 2; e++)
+                    t.at(r, e) *= up, t.at(r, e) *= further;
+            score(t, a, q, x, whole);
+        } else {
+            if (!whole)
+                hide_outside_band(t);
+            c = fmaxf(fminf(times_power(a.scale, -shifts), 3e38f), 1.2e-38f); /* 0 and inf times -inf would be NaN */
+        }
+        float before[MT * 2], now[MT * 2];
+        softmax_step(S, m, l, before, c);
+        int up[MT * 2] = {};
+        if (GENERAL && a.drop_below) { /* what is left of P may be small beside the largest */
+            drop(t, a, q, x);
+            raise_rows(S, up);
+        }
+        const int v_new = min(v_least, v_shift.s);
+#pragma unroll
+        for (int r = 0; r < MT * 2; r++)
+            before[r] *= power(v_new - v_least), now[r] = power(v_new - v_shift.s - up[r]);
+        v_least = v_new;
+        multiply_split_tile<D, KEYS>(O, before, now, split_operand<MT, NT / 2>(S), sV, n0 % KEYS); /* O += P V */
+    }
+    wait_copies<0>();
+
+    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++) {
+        const int i = i0 + row0 + r / 2 * 16 + r % 2 * 8 + lane / 4;
+        float lse;
+        const float sum = finish_row(row_sum(l[r]), m[r], sink, lse), inverse = 1.0f / sum;
+        const float keep = GENERAL && a.drop_below ? a.keep_scale : 1.0f;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int e = r % 2 * 2; e < r % 2 * 2 + 2; e++)
+                O[r / 2][n][e] = sum == 0.0f ? 0.0f
+                                             : keep * times_power(quotient(O[r / 2][n][e], sum, inverse), -v_least);
+        if (a.lse.data && lane % 4 == 0 && i < q.rows)
+            store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), lse);
+    }
+    store_rows_fp32<D, MT>(O, a.o, a.Dv, false, [&](int r) {
+        return row0 + r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row0 + r) : NOWHERE;
+    });
+#endif
+}
+
+template <int D, bool GENERAL, bool ALONE>
+static heed_status run(const args &a, const split_tensors &split, const heed_exec *x)
+{
+    static_assert(sizeof(shared_split<D, ALONE>) <= HEED_SHARED_SMALL, "what a block may have on sm_86, 89 and 120");
+    const int64_t tiles = tiles_of(a.Sq, shape<D, ALONE>::BR), blocks = tiles * a.Hq * a.B;
+    return launch(forward_split<D, GENERAL, ALONE>, blocks, THREADS, sizeof(shared_split<D, ALONE>), x, a, split,
+                  (int)tiles, split_exact_below(a));
+}
+
+static bool is_general(const heed_attention &a, uint32_t drop_below)
+{
+    return a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || drop_below || a.scale <= 0;
+}
+
+/* General scores beside 32 rows for each warp, as blocks that find their keys split have them at D = 64, would spill. */
+static bool splits_alone(const heed_problem *p)
+{
+    return p->Sk / p->a.key_stride < MANY_KEYS || (is_general(p->a, p->drop_below) && split_width_of(p) == 64);
+}
+
+size_t heed_forward_workspace_split(const heed_problem *p, const heed_plan *plan)
+{
+    (void)plan;
+    split_tensors split = {};
+    return splits_alone(p) ? 0 : split_place(p, NULL, split);
+}
+
+heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    (void)plan;
+    const prologue start(p, x);
+    const args &a = start.a;
+    const bool narrow = split_width(a) == 64, general = is_general(p->a, p->drop_below);
+    split_tensors split = {};
+    if (start.status)
+        return start.status;
+    if (splits_alone(p) && narrow)
+        return general ? run<64, true, true>(a, split, x) : run<64, false, true>(a, split, x);
+    if (splits_alone(p))
+        return general ? run<128, true, true>(a, split, x) : run<128, false, true>(a, split, x);
+    split_place(p, (char *)x->workspace, split);
+    const heed_status status = heed_cuda_split(a, split, x);
+    if (status)
+        return status;
+    return narrow    ? run<64, false, false>(a, split, x)
+           : general ? run<128, true, false>(a, split, x)
+                     : run<128, false, false>(a, split, x);
+}

@@ -1,0 +1,476 @@
+/* fp32 products on tensor cores that take 16-bit operands. A number is two of fp16,
+ *
+ *     x 2^s = hi + lo 2^-11          a b = a_hi b_hi + (a_lo b_hi + a_hi b_lo) 2^-11, all sums in fp32
+ *
+ * with one s for each 64 rows of a tensor that puts their largest into [2^14, 2^15). lo carries 2^11 so that it is as
+ * far from fp16's smallest numbers as hi: 22 to 24 bits of every x down to 2^-29 of the largest, and an absolute error
+ * of 2^-51 of the largest below. What is left out, a_lo b_lo, is below 2^-24 of a b.
+ *
+ * The tensor core cuts where fp32 rounds, and always toward zero, so long sums must not stay in it: each product has
+ * fresh accumulators, two of them because of the 2^-11, and what leaves them is added in fp32 (promote()).
+ *
+ * A tile of ROWS rows, in shared memory and, 16 rows long, in the workspace:
+ *
+ *     hi, then lo; of either D/64 panels of ROWS rows of 64 elements = 128 bytes; chunk c of 16 bytes of row r lies at
+ *     place c ^ (r % 8), so that the eight rows of an 8 x 8 matrix lie in different banks */
+#ifndef HEED_CUDA_SPLIT_CUH
+#define HEED_CUDA_SPLIT_CUH
+
+#include "launch.cuh"
+#include "scores.cuh"
+#include "sm75.cuh"
+
+#include <math.h>
+
+/* Where the kernels are compiled: HEED_NEEDS_split says the same to the planner. ptxas spills some of them on Blackwell. */
+#define HEED_SPLIT_HERE (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000)
+
+constexpr int SPLIT_ROWS = 64;
+constexpr float SMALL = 0x1p-11f; /* the weight of lo */
+constexpr int TOP = 14;           /* the largest of a group is in [2^TOP, 2^(TOP + 1)) */
+
+template <int D, int ROWS> constexpr int part_bytes = ROWS *D * 2;
+template <int D, int ROWS> constexpr int tile_bytes = 2 * part_bytes<D, ROWS>;
+
+template <int ROWS> __device__ inline uint32_t chunk_of(int row, int chunk)
+{
+    return ((chunk >> 3) * ROWS + row) * 128 + (((chunk ^ row) & 7) << 4);
+}
+
+/* From the place of chunk 0 or 1 of a row to that of chunk c, c even, or c + 1. */
+template <int ROWS> __device__ inline uint32_t chunk_along(uint32_t at, int c)
+{
+    return (at ^ ((c & 6) << 4)) + (c >> 3) * ROWS * 128;
+}
+
+/* What is to be known of 64 split rows: their s, and whether one of them holds an infinity or a NaN. */
+struct shift {
+    int s, strange;
+};
+
+/* 2^n, and 0 below the normal numbers; n <= 127. */
+__device__ inline float power(int n) { return n < -126 ? 0.0f : __int_as_float((n + 127) << 23); }
+
+/* x 2^n for any n that a result in range can have. */
+__device__ inline float times_power(float x, int n)
+{
+    n = max(-250, min(250, n));
+    return x * power(n / 2) * power(n - n / 2);
+}
+
+/* The s of a group whose largest finite magnitude has these bits. Of a group of zeros it is larger than any other. */
+__device__ inline int shift_of(unsigned bits)
+{
+    if (bits == 0)
+        return 200;
+    const int exponent = bits >> 23 ? (int)(bits >> 23) - 127 : -118 - __clz(bits);
+    return TOP - exponent;
+}
+
+__device__ inline void split_pair(float x, float y, uint32_t &hi, uint32_t &lo)
+{
+    hi = pack<__half>(x, y);
+    const float2 back = __half22float2(*(const __half2 *)&hi);
+    lo = pack<__half>((x - back.x) * (1 / SMALL), (y - back.y) * (1 / SMALL));
+}
+
+/* ---- Memory to tiles --------------------------------------------------------------------------------------------- */
+
+/* Rows of a tensor that lie `step` elements apart. */
+struct even_rows {
+    const float *first;
+    int64_t step, columns; /* from row to row, from column to column */
+    int count, width;
+    bool vector;
+};
+
+__device__ inline even_rows rows_from(const view &t, int64_t at, int64_t step, int count, int width)
+{
+    return { (const float *)t.data + at, step, t.stride[3], count, width, t.vector != 0 };
+}
+
+/* Queries i .. and keys n .. to the end of the sequence. */
+__device__ inline even_rows queries_from(const args &a, const span &s, const view &t, int h, int i, int width)
+{
+    return rows_from(t, row_at(t, s.q_batch, h, s.q_row + i), t.stride[2], s.rows - i, width);
+}
+
+__device__ inline even_rows keys_from(const args &a, const span &s, const view &t, int h, int n, int width)
+{
+    return rows_from(t, row_at(t, s.k_batch, h, s.k_row + a.col + n * a.col_step), a.col_step * t.stride[2], s.keys - n,
+                     width);
+}
+
+/* ROWS rows on their way from memory into a tile, in the registers of THREADS threads. */
+template <int D, int ROWS, int THREADS> struct rows_in_flight {
+    static constexpr int CHUNKS = D / 8, EACH = ROWS * CHUNKS / THREADS, APART = THREADS / CHUNKS;
+    float x[EACH][8];
+
+    /* Rows and columns beyond those there are become zero. */
+    __device__ explicit rows_in_flight(const even_rows &rows)
+    {
+        const int row = threadIdx.x / CHUNKS, c = threadIdx.x % CHUNKS * 8;
+        const float *from = rows.first + row * rows.step + c * rows.columns;
+        const int64_t step = APART * rows.step;
+#pragma unroll
+        for (int n = 0; n < EACH; n++, from += step) {
+            const int width = row + n * APART < rows.count ? rows.width - c : 0;
+            if (rows.vector && width >= 8) {
+                *(float4 *)&x[n][0] = *(const float4 *)from;
+                *(float4 *)&x[n][4] = *(const float4 *)(from + 4);
+            } else {
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    x[n][e] = e < width ? from[e * rows.columns] : 0.0f;
+            }
+        }
+    }
+
+    /* The largest finite magnitude of all threads' elements decides. most: shared memory for THREADS / 32 words. All
+     * threads call it, and it starts with all of them in step. */
+    __device__ shift find_shift(unsigned *most) const
+    {
+        unsigned bits = 0, strange = 0;
+#pragma unroll
+        for (int n = 0; n < EACH; n++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const unsigned b = __float_as_uint(x[n][e]) & 0x7FFFFFFFu;
+                strange |= b >= 0x7F800000u;
+                bits = max(bits, b >= 0x7F800000u ? 0u : b);
+            }
+#pragma unroll
+        for (int lane = 16; lane; lane /= 2) {
+            bits = max(bits, __shfl_xor_sync(~0u, bits, lane));
+            strange |= __shfl_xor_sync(~0u, strange, lane);
+        }
+        __syncthreads();
+        if (threadIdx.x % 32 == 0)
+            most[threadIdx.x / 32] = bits | strange << 31;
+        __syncthreads();
+        bits = strange = 0;
+#pragma unroll
+        for (int warp = 0; warp < THREADS / 32; warp++) {
+            bits = max(bits, most[warp] & 0x7FFFFFFFu);
+            strange |= most[warp] >> 31;
+        }
+        return { shift_of(bits), (int)strange };
+    }
+
+    /* Into the rows from `first` on of tiles of TILE rows that follow each other, in shared or global memory; those
+     * from `rows` on are left out. */
+    template <int TILE> __device__ void split(char *tile, int first, int rows, int s) const
+    {
+        const float up = power(s / 2), further = power(s - s / 2);
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            const int row = first + threadIdx.x / CHUNKS + n * APART;
+            if (row >= rows)
+                return;
+            uint32_t hi[4], lo[4];
+#pragma unroll
+            for (int e = 0; e < 8; e += 2)
+                split_pair(x[n][e] * up * further, x[n][e + 1] * up * further, hi[e / 2], lo[e / 2]);
+            char *to = tile + row / TILE * tile_bytes<D, TILE> + chunk_of<TILE>(row % TILE, threadIdx.x % CHUNKS);
+            *(uint4 *)to = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+            *(uint4 *)(to + part_bytes<D, TILE>) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+        }
+    }
+};
+
+/* ---- Tiles in the workspace -------------------------------------------------------------------------------------- */
+
+/* In the workspace rows are in groups of 16, so that sequences of a ragged batch can follow each other closely. */
+constexpr int GROUP_ROWS = 16;
+
+/* The split rows of one tensor: heads outermost, then sequences. shifts[g] is that of the 64 rows that begin at g. */
+struct split_rows {
+    char *groups;
+    shift *shifts;
+    int sequence_groups; /* of each sequence, or 0: ragged, where they begin at row / 16 + b */
+    int head_groups;
+};
+
+__device__ inline int64_t first_group(const split_rows &x, int b, int row, int h)
+{
+    return (int64_t)h * x.head_groups + (x.sequence_groups ? b * x.sequence_groups : row / GROUP_ROWS + b);
+}
+
+/* What the backward has to know of a row of q: P = 2^(c S - log2 - rest) with lse log2(e) = log2 + rest. A row without
+ * gradient has log2 = inf, so that its P is 0. */
+struct row_facts_split {
+    float log2, rest, delta, lse;
+};
+
+/* What is split before a kernel, and where it goes; q, d_o and facts for the backward only. */
+struct split_tensors {
+    split_rows k, v, q, d_o;
+    row_facts_split *facts;
+};
+
+/* split.cu */
+heed_status heed_cuda_split(const args &a, const split_tensors &to, const heed_exec *x);
+
+/* The width of the tiles. */
+inline int split_width_of(const heed_problem *p) { return HEED_MAX(p->D, p->Dv) <= 64 ? 64 : 128; }
+inline int split_width(const args &a) { return HEED_MAX(a.D, a.Dv) <= 64 ? 64 : 128; }
+
+/* Gives rows their place at memory, and returns where it ends. ragged: rows in all of a ragged batch, else 0. */
+inline char *place_rows(split_rows &x, char *memory, int64_t heads, int64_t sequences, int64_t longest, int64_t ragged,
+                        int width)
+{
+    x.sequence_groups = ragged ? 0 : (int)tiles_of(longest, GROUP_ROWS);
+    x.head_groups = (int)(ragged ? ragged / GROUP_ROWS + sequences + 1 : sequences * x.sequence_groups);
+    const int64_t groups = heads * x.head_groups;
+    x.groups = memory;
+    x.shifts = (shift *)(memory + groups * (GROUP_ROWS * width * 4));
+    return (char *)x.shifts + (groups * (int64_t)sizeof(shift) + 15) / 16 * 16;
+}
+
+/* Where in the workspace the split tensors of a pass lie. Returns how much of it they take. */
+inline size_t split_place(const heed_problem *p, char *memory, split_tensors &to)
+{
+    const int width = split_width_of(p);
+    const int64_t ragged_k = p->a.offsets_k ? p->a.k.shape[2] : 0, ragged_q = p->a.offsets_q ? p->a.q.shape[2] : 0;
+    char *end = place_rows(to.k, memory, p->Hk, p->B, p->Sk, ragged_k, width);
+    end = place_rows(to.v, end, p->Hk, p->B, p->Sk, ragged_k, width);
+    if (p->pass == HEED_BACKWARD) {
+        end = place_rows(to.q, end, p->Hq, p->B, p->Sq, ragged_q, width);
+        end = place_rows(to.d_o, end, p->Hq, p->B, p->Sq, ragged_q, width);
+        to.facts = (row_facts_split *)end;
+        end += p->a.q.shape[0] * p->a.q.shape[1] * p->a.q.shape[2] * (int64_t)sizeof(row_facts_split);
+    }
+    return (size_t)(end - memory);
+}
+
+/* What a split cuts off a score is at most scale D 2^(30 - shifts) 2^-50; below 2^-24 it cannot be seen. */
+inline int split_exact_below(const args &a)
+{
+    return 4 + (a.scale == 0.0f ? -500 : ilogbf(fabsf(a.scale) * (float)a.D) + 1);
+}
+
+/* COUNT rows from group g on to shared memory, asynchronously; those from `rows` on become zero. */
+template <int D, int COUNT, int THREADS>
+__device__ inline void copy_split(uint32_t to, const split_rows &x, int64_t g, int rows)
+{
+    const int row = threadIdx.x / 8 % COUNT, panel = threadIdx.x / (8 * COUNT);
+    constexpr int PANELS = 2 * D / 64, ROWS_AT_ONCE = THREADS / 8 < COUNT ? THREADS / 8 : COUNT;
+    constexpr int PANELS_AT_ONCE = THREADS / (8 * ROWS_AT_ONCE);
+    const char *from = x.groups + g * tile_bytes<D, GROUP_ROWS> + row / GROUP_ROWS * tile_bytes<D, GROUP_ROWS> +
+                       panel * (GROUP_ROWS * 128) + row % GROUP_ROWS * 128 + threadIdx.x % 8 * 16;
+    to += (panel * COUNT + row) * 128 + threadIdx.x % 8 * 16;
+#pragma unroll
+    for (int r = 0; r < COUNT; r += ROWS_AT_ONCE)
+#pragma unroll
+        for (int p = 0; p < PANELS; p += PANELS_AT_ONCE)
+            copy_async(to + (p * COUNT + r) * 128,
+                       from + r / GROUP_ROWS * tile_bytes<D, GROUP_ROWS> + p * (GROUP_ROWS * 128),
+                       row + r < rows ? 16 : 0);
+}
+
+/* hi hi + (lo hi + hi lo) 2^-11 from sums of STEPS instructions each. Every one of them cuts the larger sum, which has
+ * grown to k / STEPS of itself, by half a unit in the last place on average, 0.36 2^-23 of it. That is given back. */
+template <int STEPS> __device__ inline float join(float small, float large)
+{
+    return fmaf(fmaf(large, 0x1p-13f * 0.36f * (STEPS + 1), small), SMALL, large);
+}
+
+/* ---- Products ---------------------------------------------------------------------------------------------------- */
+
+/* X = A B^T: rows a_row .. + 16 MT of tile A times rows b_row .. + 8 NT of tile B. */
+template <int D, int A_ROWS, int B_ROWS, int MT, int NT>
+__device__ inline void multiply_split_rows(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row)
+{
+    constexpr int GROUP = NT % 4 == 0 && D == 64 ? 4 : 2; /* as many as there are registers for */
+    const int lane = threadIdx.x % 32;
+    const uint32_t a_first = A + chunk_of<A_ROWS>(a_row + lane % 16, lane / 16);
+    const uint32_t b_first = B + chunk_of<B_ROWS>(b_row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+    for (int n0 = 0; n0 < NT; n0 += GROUP) {
+        float small[MT][GROUP][4];
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    small[m][n][e] = X[m][n0 + n][e] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            uint32_t hi[MT][4], lo[MT][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                load_matrices(hi[m], chunk_along<A_ROWS>(a_first, k * 2) + m * 16 * 128);
+                load_matrices(lo[m], chunk_along<A_ROWS>(a_first, k * 2) + m * 16 * 128 + part_bytes<D, A_ROWS>);
+            }
+            uint32_t b[GROUP / 2][4], b_lo[GROUP / 2][4];
+#pragma unroll
+            for (int n = 0; n < GROUP; n += 2) {
+                const uint32_t at = chunk_along<B_ROWS>(b_first, k * 2) + (n0 + n) * 8 * 128;
+                load_matrices(b[n / 2], at);
+                load_matrices(b_lo[n / 2], at + part_bytes<D, B_ROWS>);
+            }
+#pragma unroll
+            for (int which = 0; which < 3; which++) /* far from each other those that add to the same sum */
+#pragma unroll
+                for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        const uint32_t(&right)[4] = which == 2 ? b_lo[n / 2] : b[n / 2];
+                        multiply(which == 1 ? X[m][n0 + n] : small[m][n], which == 0 ? lo[m] : hi[m], right[n % 2 * 2],
+                                 right[n % 2 * 2 + 1], __half());
+                    }
+        }
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    X[m][n0 + n][e] = join<D / 16>(small[m][n][e], X[m][n0 + n][e]);
+    }
+}
+
+/* A tile of results as the left operand of the next product, 16 columns at a time, without leaving its lanes. */
+template <int MT, int KT> struct split_operand {
+    uint32_t hi[MT][KT][4], lo[MT][KT][4];
+    __device__ explicit split_operand(const float (&X)[MT][2 * KT][4])
+    {
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int k = 0; k < KT; k++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    split_pair(X[m][2 * k + e / 2][e % 2 * 2], X[m][2 * k + e / 2][e % 2 * 2 + 1], hi[m][k][e],
+                               lo[m][k][e]);
+    }
+};
+
+/* Y = Y before + P B now, of each row: B is the rows b_row .. + 16 KT of a tile, D wide. */
+template <int D, int B_ROWS, int MT, int KT>
+__device__ inline void multiply_split_tile(float (&Y)[MT][D / 8][4], const float (&before)[2 * MT],
+                                           const float (&now)[2 * MT], const split_operand<MT, KT> &P, uint32_t B,
+                                           int b_row)
+{
+    const int lane = threadIdx.x % 32;
+    const uint32_t b_first = B + chunk_of<B_ROWS>(b_row + lane % 16, lane / 16);
+    constexpr int GROUP = MT == 1 && D == 64 ? 4 : 2;
+#pragma unroll
+    for (int n0 = 0; n0 < D / 8; n0 += GROUP) {
+        float small[MT][GROUP][4], large[MT][GROUP][4];
+        if (D == 128 && n0 % 8 == 0)
+            __syncwarp(); /* or ptxas has so many of these in flight that it runs out of registers */
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    small[m][n][e] = large[m][n][e] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < KT; k++) {
+            uint32_t b[GROUP / 2][4], b_lo[GROUP / 2][4];
+#pragma unroll
+            for (int n = 0; n < GROUP; n += 2) {
+                const uint32_t at = chunk_along<B_ROWS>(b_first, n0 + n) + k * 16 * 128;
+                load_matrices_transposed(b[n / 2], at);
+                load_matrices_transposed(b_lo[n / 2], at + part_bytes<D, B_ROWS>);
+            }
+#pragma unroll
+            for (int which = 0; which < 3; which++)
+#pragma unroll
+                for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        const uint32_t(&right)[4] = which == 2 ? b_lo[n / 2] : b[n / 2];
+                        multiply(which == 1 ? large[m][n] : small[m][n], which == 0 ? P.lo[m][k] : P.hi[m][k],
+                                 right[n % 2 * 2], right[n % 2 * 2 + 1], __half());
+                    }
+        }
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float sum = join<KT>(small[m][n][e], large[m][n][e]);
+                    Y[m][n0 + n][e] = fmaf(sum, now[2 * m + e / 2], Y[m][n0 + n][e] * before[2 * m + e / 2]);
+                }
+    }
+}
+
+/* Multiplies each row of X by a power of two that brings its largest close to 2^15, and returns the exponents. */
+template <int MT, int NT> __device__ inline void raise_rows(float (&X)[MT][NT][4], int (&up)[2 * MT])
+{
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++) {
+        float(&rows)[NT][4] = X[r / 2];
+        const int half = r % 2 * 2;
+        float most = 0.0f;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+            most = fmaxf(most, fmaxf(fabsf(rows[n][half]), fabsf(rows[n][half + 1])));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        up[r] = min(TOP + 127 - (int)(__float_as_uint(most) >> 23), 127);
+        const float factor = power(up[r]);
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+            rows[n][half] *= factor, rows[n][half + 1] *= factor;
+    }
+}
+
+/* The same sums 2^-s without tensor cores, for operands that two numbers of fp16 cannot hold: infinities, and groups
+ * so uneven that what is cut off could be seen in a score. Slow, and seldom. */
+template <class Tile>
+__device__ inline void multiply_exactly(Tile &t, const args &a, const span &s, const head &x, int q_shift, int k_shift)
+{
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++) {
+            const bool real = t.row(r) < s.rows && t.key(c) < s.keys;
+            const float *q = (const float *)a.q.data + row_at(a.q, s.q_batch, x.h, s.q_row + t.row(r));
+            const float *k = (const float *)a.k.data +
+                             row_at(a.k, s.k_batch, x.hk, s.k_row + a.col + t.key(c) * a.col_step);
+            float sum = 0.0f;
+#pragma unroll 1
+            for (int d = 0; real && d < a.D; d++)
+                sum = fmaf(times_power(q[d * a.q.stride[3]], q_shift), times_power(k[d * a.k.stride[3]], k_shift), sum);
+            t.at(r, c) = sum;
+        }
+}
+
+/* ---- Registers to memory ----------------------------------------------------------------------------------------- */
+
+/* The warp's 16 MT rows, row r at element offset where(r), which may be NOWHERE. */
+template <int D, int MT, class Where>
+__device__ inline void store_rows_fp32(const float (&Y)[MT][D / 8][4], const view &t, int width, bool accumulate,
+                                       Where where)
+{
+    const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++) {
+        const int64_t at = where(r / 2 * 16 + r % 2 * 8 + lane / 4);
+        if (at == NOWHERE)
+            continue;
+        float *to = (float *)t.data + at;
+        if (t.vector && width == D && !accumulate) {
+#pragma unroll
+            for (int n = 0; n < D / 8; n++)
+                *(float2 *)(to + n * 8 + pair) = make_float2(Y[r / 2][n][r % 2 * 2], Y[r / 2][n][r % 2 * 2 + 1]);
+            continue;
+        }
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (n * 8 + pair + e < width) {
+                    float *one = to + (n * 8 + pair + e) * t.stride[3];
+                    *one = Y[r / 2][n][r % 2 * 2 + e] + (accumulate ? *one : 0.0f);
+                }
+    }
+}
+
+#endif
