@@ -129,7 +129,7 @@ typedef struct heed_device {
 
 heed_status heed_device_of(const heed_exec *x, heed_device *d);                      /* the one the call would run on */
 heed_status heed_device_named(const char *chip, const heed_exec *x, heed_device *d); /* one that need not be here */
-int heed_threads_of(const heed_exec *x); /* CPU: that a call may use now */
+int heed_threads_of(const heed_exec *x);                                             /* CPU: that a call may use now */
 const char *heed_isa_name(heed_isa isa);
 const char *heed_kernel_of_environment(void); /* HEED_KERNEL as it stood at the first call; NULL: unset */
 
