@@ -136,7 +136,8 @@ def main():
     args = p.parse_args()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only PyTorch's backward would stay nondeterministic
+    torch.utils.deterministic.fill_uninitialized_memory = False
     rivals = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
               "cudnn": SDPBackend.CUDNN_ATTENTION}
     rivals = {n: rivals[n] for n in args.rivals.split(",")}

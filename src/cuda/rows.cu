@@ -1,54 +1,95 @@
 /* Operations on whole rows: delta, the merge of two partial results, the sink's gradient, and filling padding. Each is
- * one pass over its tensors, bound by memory; sums are taken in a fixed order. */
+ * one pass over its tensors, bound by memory; sums are taken in a fixed order, and in fp64: delta is a difference of large
+ * sums. */
 #include "launch.cuh"
 
 constexpr int WARPS = 8;
-
-/* Sums in fp64: delta is a difference of large sums, and there is bandwidth to wait for anyway. */
-__device__ static double warp_sum(double x)
-{
-#pragma unroll
-    for (int lane = 16; lane; lane /= 2)
-        x += __shfl_xor_sync(~0u, x, lane);
-    return x;
-}
 
 struct rows_shape {
     int64_t heads, rows, count; /* count: batch * heads * rows */
     int width;
 };
 
-__device__ static int64_t numbered_row(const view &t, const rows_shape &n, int64_t row)
+struct place {
+    int64_t b, h, i;
+};
+
+/* Row number `row` of all. */
+__device__ static place place_of(const rows_shape &n, int64_t row)
 {
-    return row_at(t, row / n.rows / n.heads, row / n.rows % n.heads, row % n.rows);
+    place p;
+    if (n.count <= UINT32_MAX) { /* the rule; dividing 64 bits takes a hundred instructions */
+        const unsigned r = (unsigned)row / (unsigned)n.rows;
+        p.i = (unsigned)row - r * (unsigned)n.rows;
+        p.b = r / (unsigned)n.heads;
+        p.h = r - (unsigned)p.b * (unsigned)n.heads;
+    } else {
+        p.i = row % n.rows;
+        p.h = row / n.rows % n.heads;
+        p.b = row / n.rows / n.heads;
+    }
+    return p;
 }
+
+__device__ static int64_t row_at(const view &t, const place &p) { return row_at(t, p.b, p.h, p.i); }
 
 /* ---- Delta ------------------------------------------------------------------------------------------------------- */
 
-/* One warp for each row. */
+/* Columns c .. c + 7 of a row, those from `width` on as zeros. */
+__device__ static void load_eight(float (&x)[8], const view &t, int64_t row, int c, int width)
+{
+    if (t.vector && c + 8 <= width && t.dtype == HEED_F32) {
+        *(float4 *)x = *(const float4 *)((const float *)t.data + row + c);
+        *(float4 *)(x + 4) = *(const float4 *)((const float *)t.data + row + c + 4);
+    } else if (t.vector && c + 8 <= width) {
+        const uint4 eight = *(const uint4 *)(t.data + (row + c) * 2);
+        const uint32_t pairs[4] = { eight.x, eight.y, eight.z, eight.w };
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float2 two = t.dtype == HEED_F16 ? __half22float2(*(const __half2 *)&pairs[e])
+                                                   : __bfloat1622float2(*(const __nv_bfloat162 *)&pairs[e]);
+            x[2 * e] = two.x, x[2 * e + 1] = two.y;
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            x[e] = c + e < width ? load(t, row + (c + e) * t.stride[3]) : 0.0f;
+    }
+}
+
+/* Eight lanes for each row. */
 __global__ void delta_rows(const __grid_constant__ view o, const __grid_constant__ view d_o,
                            const __grid_constant__ view d_lse, const __grid_constant__ view delta, rows_shape n)
 {
-    int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row >= n.count)
-        return;
-    int64_t o_at = numbered_row(o, n, row), d_o_at = numbered_row(d_o, n, row);
+    const int64_t row = (int64_t)blockIdx.x * (4 * WARPS) + threadIdx.x / 8;
     double sum = 0;
-    for (int c = threadIdx.x % 32; c < n.width; c += 32)
-        sum += (double)load(o, o_at + c * o.stride[3]) * load(d_o, d_o_at + c * d_o.stride[3]);
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32)
+    place p = {};
+    if (row < n.count) {
+        p = place_of(n, row);
+        for (int c = threadIdx.x % 8 * 8; c < n.width; c += 64) {
+            float x[8], y[8];
+            load_eight(x, o, row_at(o, p), c, n.width);
+            load_eight(y, d_o, row_at(d_o, p), c, n.width);
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+                sum += (double)x[e] * y[e];
+        }
+    }
+#pragma unroll
+    for (int lane = 4; lane; lane /= 2)
+        sum += __shfl_xor_sync(~0u, sum, lane);
+    if (threadIdx.x % 8 || row >= n.count)
         return;
     if (d_lse.data)
-        sum -= load(d_lse, numbered_row(d_lse, n, row));
-    store(delta, numbered_row(delta, n, row), (float)sum);
+        sum -= load(d_lse, row_at(d_lse, p));
+    store(delta, row_at(delta, p), (float)sum);
 }
 
 static heed_status launch_delta(const view &o, const view &d_o, const view &d_lse, const view &delta,
                                 const int64_t shape[4], const heed_exec *x)
 {
     rows_shape n = { shape[1], shape[2], shape[0] * shape[1] * shape[2], (int)shape[3] };
-    return launch(delta_rows, tiles_of(n.count, WARPS), 32 * WARPS, 0, x, o, d_o, d_lse, delta, n);
+    return launch(delta_rows, tiles_of(n.count, 4 * WARPS), 32 * WARPS, 0, x, o, d_o, d_lse, delta, n);
 }
 
 /* ---- Merge ------------------------------------------------------------------------------------------------------- */
@@ -59,8 +100,9 @@ __global__ void merge_rows(const __grid_constant__ view o, const __grid_constant
     int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     if (row >= n.count)
         return;
-    int64_t lse_at = numbered_row(lse, n, row), o_at = numbered_row(o, n, row), o2_at = numbered_row(o2, n, row);
-    double first = load(lse, lse_at), second = load(lse2, numbered_row(lse2, n, row));
+    const place p = place_of(n, row);
+    int64_t lse_at = row_at(lse, p), o_at = row_at(o, p), o2_at = row_at(o2, p);
+    double first = load(lse, lse_at), second = load(lse2, row_at(lse2, p));
     if (second == -CUDART_INF) /* that part saw no key; what its o holds does not matter */
         return;
     double m = fmax(first, second), w = exp(first - m), w2 = exp(second - m);
@@ -151,7 +193,7 @@ __global__ void fill(const __grid_constant__ view t, rows_shape n, float value)
 {
     for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < n.count;
          row += (int64_t)gridDim.x * WARPS) {
-        int64_t at = numbered_row(t, n, row);
+        int64_t at = row_at(t, place_of(n, row));
         for (int c = threadIdx.x % 32; c < n.width; c += 32)
             store(t, at + c * t.stride[3], value);
     }
@@ -214,9 +256,10 @@ __global__ void row_facts(const __grid_constant__ args a, rows_shape n, float2 *
     const int64_t row = (int64_t)blockIdx.x * 256 + threadIdx.x;
     if (row >= n.count)
         return;
-    const float lse = load(a.lse, numbered_row(a.lse, n, row));
+    const place p = place_of(n, row);
+    const float lse = load(a.lse, row_at(a.lse, p));
     facts[row] = lse == -CUDART_INF_F ? make_float2(CUDART_INF_F, 0.0f)
-                                      : make_float2(lse, load(a.delta, numbered_row(a.delta, n, row)));
+                                      : make_float2(lse, load(a.delta, row_at(a.delta, p)));
 }
 
 size_t heed_cuda_facts_bytes(const heed_problem *p)
