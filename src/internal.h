@@ -155,7 +155,8 @@ enum {
     HEED_USES_GRADIENTS = 1 << 15, /* d_q, d_k or d_v in another type than q, or added to */
     HEED_USES_SPREAD = 1 << 16,    /* a key stride in a ragged batch, or keys more than 2^31 positions apart */
     HEED_USES_PLAIN = 1 << 17,     /* HEED_PLAIN, in fp32 */
-    HEED_USES_ALL = (1 << 18) - 1,
+    HEED_USES_ORDER = 1 << 18,     /* backward: sums in a fixed order */
+    HEED_USES_ALL = (1 << 19) - 1,
 };
 
 #define HEED_ANY_ARCH INT32_MAX

@@ -83,7 +83,8 @@ static const char *const use_names[] = { "causal or window",
                                          "o in another type than q",
                                          "gradients that are added to or of another type",
                                          "a key stride in a ragged batch, or keys very far apart",
-                                         "products by fp32 instructions alone" };
+                                         "products by fp32 instructions alone",
+                                         "sums in a fixed order" };
 
 __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const char *format, ...)
 {
@@ -140,6 +141,7 @@ unsigned heed_uses_of(const heed_problem *p)
                 ? HEED_USES_SPREAD
                 : 0;
     uses |= p->precision == HEED_PLAIN && a->q.dtype == HEED_F32 ? HEED_USES_PLAIN : 0;
+    uses |= p->pass == HEED_BACKWARD && !p->nondeterministic ? HEED_USES_ORDER : 0;
     return uses;
 }
 

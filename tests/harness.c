@@ -87,6 +87,14 @@ heed_kernel_info next_kernel(int pass, const char *after)
     return (heed_kernel_info){ 0 };
 }
 
+int keeps_order(const heed_kernel_info *kernel)
+{
+    for (int i = 0; i < heed_kernel_total; i++)
+        if (!strcmp(heed_kernels[i].name, kernel->name))
+            return kernel->backward == 0 || (heed_kernels[i].uses & HEED_USES_ORDER) != 0;
+    return 1;
+}
+
 /* The row of the same family for this pass, NULL where there is none: then the planner chooses. */
 static const char *kernel_for(const test_case *c, heed_pass pass)
 {
@@ -522,7 +530,12 @@ heed_status case_exec(const test_case *c, heed_pass pass, heed_exec *x)
     *x = c->x;
     x->kernel = kernel_for(c, pass);
     heed_status status = heed_workspace_size(&c->a, g, x, &x->workspace_bytes);
+    if (status == HEED_UNSUPPORTED) { /* the row may want leave to sum in any order */
+        x->nondeterministic = 1;
+        status = heed_workspace_size(&c->a, g, x, &x->workspace_bytes);
+    }
     if (status == HEED_UNSUPPORTED) { /* the row does not take this problem: whichever does */
+        x->nondeterministic = c->x.nondeterministic;
         x->kernel = NULL;
         status = heed_workspace_size(&c->a, g, x, &x->workspace_bytes);
     }

@@ -52,6 +52,7 @@ int one_in(int64_t n);
 #define for_each_kernel(pass, kernel)                                                                                  \
     for (heed_kernel_info kernel = next_kernel(pass, NULL); kernel.name; kernel = next_kernel(pass, kernel.name))
 heed_kernel_info next_kernel(int pass, const char *after);
+int keeps_order(const heed_kernel_info *kernel); /* of its sums; or it wants leave for any */
 
 /* ---- A problem and its memory ----------------------------------------------------------------------------------- */
 

@@ -131,15 +131,16 @@ TEST(every_feature_is_seen_in_the_problem)
     for (int pass = HEED_FORWARD; pass <= HEED_BACKWARD; pass++) {
         sample plain = sample_new((heed_pass)pass, HEED_F16, 64, 64);
         heed_problem p = check(&plain);
-        assert_int_equal(heed_uses_of(&p), 0);
+        const unsigned always = pass == HEED_BACKWARD ? HEED_USES_ORDER : 0; /* sums in a fixed order are the default */
+        assert_int_equal(heed_uses_of(&p), always);
         for (int n = 0; n < COUNT(features); n++) {
             if (features[n].backward_only && pass == HEED_FORWARD)
                 continue;
             sample s = plain;
             features[n].use(&s);
             p = check(&s);
-            if (heed_uses_of(&p) != features[n].bit)
-                fail_msg("%s: uses %#x instead of %#x", features[n].words, heed_uses_of(&p), features[n].bit);
+            if (heed_uses_of(&p) != (features[n].bit | always))
+                fail_msg("%s: uses %#x instead of %#x", features[n].words, heed_uses_of(&p), features[n].bit | always);
         }
     }
 }
@@ -249,6 +250,8 @@ TEST(every_generation_gets_its_family)
                     const char *families = type == HEED_F32   ? expected[n].f32
                                            : type == HEED_F16 ? expected[n].f16
                                                               : expected[n].bf16;
+                    if (pass && !strncmp(families, "sm90 ", 5)) /* whose backward is behind mma */
+                        families += 5;
                     sample s = sample_new((heed_pass)pass, (heed_dtype)type, D, D);
                     char text[4096], name[64];
                     assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, expected[n].gpu, text,

@@ -186,6 +186,7 @@ typedef struct caller {
     rerun r;
     int device_changed;
     heed_status status;
+    char said[200];
     cudaError_t error;
 } caller;
 
@@ -196,6 +197,8 @@ static void *call(void *argument)
     int device = -1;
     for (int round = 0; round < ROUNDS && !me->status; round++)
         me->status = rerun_start(&me->r);
+    if (me->status)
+        snprintf(me->said, sizeof me->said, "%s", heed_last_error());
     me->error = cudaStreamSynchronize(me->r.x[0].stream);
     me->device_changed = cudaGetDevice(&device) || device != 0;
     return NULL;
@@ -218,6 +221,7 @@ TEST(many_threads_may_call_at_once)
         for (int n = 0; n < AT_ONCE; n++)
             pthread_join(callers[n].thread, NULL);
         for (int n = 0; n < AT_ONCE; n++) {
+            assert_string_equal(callers[n].said, "");
             assert_int_equal(callers[n].status, HEED_OK);
             assert_int_equal(callers[n].error, cudaSuccess);
             assert_int_equal(callers[n].device_changed, 0);

@@ -40,6 +40,18 @@ __device__ inline void arrive_expecting(uint32_t barrier, int bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+/* An arrival, once all that this thread has asked copy_async4() for is there. */
+__device__ inline void arrive_when_copied(uint32_t barrier)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+/* Four bytes from global to shared memory, or zeros in their place. */
+__device__ inline void copy_async4(uint32_t to, const void *from, bool there)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+
 /* Waits for the end of the phase of that parity: 0, 1, 0, ... A fresh barrier counts as past the phase of parity 1. */
 __device__ inline void wait(uint32_t barrier, int parity)
 {

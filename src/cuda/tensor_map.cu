@@ -34,9 +34,16 @@ heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64
     const cuuint32_t box[4] = { 64, (cuuint32_t)box_rows, 1, 1 }, steps[4] = { 1, 1, 1, 1 };
     const CUtensorMapDataType type = t.dtype == HEED_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    CUresult error = encode(&m->map, type, 4, t.data, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult error = CUDA_ERROR_INVALID_CONTEXT;
+    int device;
+    for (int attempt = 0; error && attempt < 2; attempt++) {
+        /* A thread that has not called the runtime yet has no context. */
+        if (attempt && (cudaGetDevice(&device) || cudaSetDevice(device)))
+            break;
+        error = encode(&m->map, type, 4, t.data, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    }
     if (error)
         return heed_fail(HEED_DEVICE_ERROR, "the copy engine refused a tensor of %lld x %lld x %lld x %lld (error %d)",
                          (long long)batches, (long long)heads, (long long)rows, (long long)columns, (int)error);

@@ -1,0 +1,411 @@
+/* Backward for Hopper, fp16 and bf16, head sizes to 256, without atomics and with no workspace but two floats for each
+ * row of q. Three kernels: what each query contributes (L and delta), dK and dV, dQ. Or, where sums may be taken in any
+ * order, one kernel for all three gradients (backward_sm90fused.cu), and what comes before and after it. */
+#include "backward_sm90.cuh"
+
+/* ---- L and delta ------------------------------------------------------------------------------------------------- */
+
+struct term_rows {
+    float *L, *delta; /* [batches][Hq][pitch] */
+    float4 *sums;     /* of dQ, or NULL */
+    int64_t sums_count;
+    int *counters; /* of the two kernels that follow: they start at 0 */
+    int rows, pitch, boxes;
+    int64_t count; /* batches * Hq * rows */
+};
+
+template <class T> __device__ inline float dot_product(uint4 x, uint4 y)
+{
+    const uint32_t a[4] = { x.x, x.y, x.z, x.w }, b[4] = { y.x, y.y, y.z, y.w };
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 u = unpack2<T>(a[i]), v = unpack2<T>(b[i]);
+        sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
+    }
+    return sum;
+}
+
+/* dO . o of one row by LANES lanes, whole in the first of them. */
+template <class T, int LANES> __device__ inline float row_product(const args &a, int64_t o, int64_t d_o)
+{
+    const T *x = (const T *)a.o.data + o, *y = (const T *)a.d_o.data + d_o;
+    const int c = threadIdx.x % LANES * 8;
+    float sum = 0.0f;
+    if (c + 8 <= a.Dv)
+        sum = dot_product<T>(*(const uint4 *)(x + c), *(const uint4 *)(y + c));
+    else
+        for (int i = c; i < a.Dv; i++)
+            sum = fmaf((float)x[i], (float)y[i], sum);
+    const uint32_t together = LANES == 32 ? ~0u : (1u << LANES % 32) - 1 << threadIdx.x % 32 / LANES * LANES;
+#pragma unroll
+    for (int lanes = LANES / 2; lanes; lanes /= 2)
+        sum += __shfl_xor_sync(together, sum, lanes);
+    return sum;
+}
+
+constexpr int TURNS = 4; /* rows for each group of lanes: to find out where the first one lies takes a while */
+
+template <class T, int LANES> __device__ inline void find_term(const args &a, const term_rows &t, int bh, int i)
+{
+    const int b = bh / a.Hq, h = bh - b * a.Hq;
+    float delta = 0.0f;
+    if (a.delta.data)
+        delta = load(a.delta, row_at(a.delta, b, h, i));
+    else {
+        delta = row_product<T, LANES>(a, row_at(a.o, b, h, i), row_at(a.d_o, b, h, i));
+        if (a.d_lse.data)
+            delta -= load(a.d_lse, row_at(a.d_lse, b, h, i));
+    }
+    if (threadIdx.x % LANES)
+        return;
+    /* A row that saw no key has L = +inf, so P = 0. Else L is kept finite, so that c S - L is not inf - inf. */
+    const float lse = load(a.lse, row_at(a.lse, b, h, i));
+    const float L = -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+    const bool none = lse == -CUDART_INF_F;
+    t.L[(int64_t)bh * t.pitch + i] = none ? CUDART_INF_F : L;
+    t.delta[(int64_t)bh * t.pitch + i] = none ? 0.0f : delta;
+}
+
+template <class T, int LANES>
+__global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a, const __grid_constant__ term_rows t)
+{
+    constexpr int GROUPS = 256 / LANES;
+    if (blockIdx.x == 0 && threadIdx.x < 2)
+        t.counters[threadIdx.x] = 0;
+    for (int64_t n = (int64_t)blockIdx.x * 256 + threadIdx.x; t.sums && n < t.sums_count; n += (int64_t)gridDim.x * 256)
+        t.sums[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    int64_t number = (int64_t)blockIdx.x * GROUPS * TURNS + threadIdx.x / LANES;
+    int bh = (int)(number / t.rows), i = (int)(number - (int64_t)bh * t.rows);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++, number += GROUPS, i += GROUPS) {
+        for (; i >= t.rows; i -= t.rows)
+            bh++;
+        if (number < t.count)
+            find_term<T, LANES>(a, t, bh, i);
+    }
+}
+
+template <class T> static heed_status launch_terms(const args &a, const term_rows &t, const heed_exec *x)
+{
+    const int lanes = a.Dv <= 64 ? 8 : a.Dv <= 128 ? 16 : 32;
+    return launch(lanes == 8    ? find_terms<T, 8>
+                  : lanes == 16 ? find_terms<T, 16>
+                                : find_terms<T, 32>,
+                  tiles_of(t.count, 256 / lanes * TURNS), 256, 0, x, a, t);
+}
+
+/* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
+
+/* Columns c and c + 1 of a row. */
+template <class T> __device__ inline void store_pair(const args &a, int64_t at, int c, float x, float y)
+{
+    if (c + 1 < a.D && a.d_q.dtype != HEED_F32)
+        *(uint32_t *)((uint16_t *)a.d_q.data + at + c) = pack<T>(x, y);
+    else {
+        if (c < a.D)
+            store(a.d_q, at + c, x + (a.accumulate ? load(a.d_q, at + c) : 0.0f));
+        if (c + 1 < a.D)
+            store(a.d_q, at + c + 1, y + (a.accumulate ? load(a.d_q, at + c + 1) : 0.0f));
+    }
+}
+
+/* A block for each tile of each head, a warp for 16 rows. */
+template <class T>
+__global__ void __launch_bounds__(128)
+    finish_dq(const __grid_constant__ args a, const __grid_constant__ term_rows t, int tiles)
+{
+    const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = tile * COLUMNS + warp * 16 + lane / 4;
+    const span q = span_of(a, b);
+    if (tile * COLUMNS >= q.rows)
+        return;
+    const float4 *from = t.sums + sums_at(a, t.boxes, piece_at(a, false, COLUMNS, b, tile), h, 0) / 4 +
+                         warp * (SUMS_WARP / 4) + lane;
+    const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i);
+    for (int box = 0; box < t.boxes; box++, from += SUMS_BOX / 4)
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const float4 x = from[n * 32];
+            const int c = box * 64 + n * 8 + lane % 4 * 2;
+            if (i < q.rows)
+                store_pair<T>(a, at, c, x.x * a.scale, x.y * a.scale);
+            if (i + 8 < q.rows)
+                store_pair<T>(a, at + 8 * a.d_q.stride[2], c, x.z * a.scale, x.w * a.scale);
+        }
+}
+
+/* ---- Pieces of work ---------------------------------------------------------------------------------------------- */
+
+struct piece_table {
+    int *lengths;
+    piece *pieces;
+    int2 *ranges;
+    int rows, tiles; /* of a piece, of the longest sequence */
+};
+
+struct tables {
+    term_rows terms;
+    piece_table of[2]; /* keys, queries */
+};
+
+__device__ inline int2 visible_columns(const args &a, const span &q, bool keys, int row)
+{
+    int2 r;
+    if (keys)
+        band_of_key(a, q, row, r.x, r.y);
+    else
+        band_of_row(a, q, row, r.x, r.y);
+    return r;
+}
+
+/* Own rows row .. + rows of a sequence, which exist. The first column is a multiple of grid. By a whole warp. */
+__device__ inline void describe(const args &a, const span &q, bool keys, int row, int rows, int grid, piece &w)
+{
+    /* Lane g speaks for group g. Its rows' ranges grow with the row, so the outermost rows tell of all. */
+    const int lane = threadIdx.x % 32, top = lane * 64;
+    int first = INT32_MAX, last = 0, inside = 0, outside = 0;
+    if (top < rows) {
+        const int2 r0 = visible_columns(a, q, keys, row + top);
+        const int2 r1 = visible_columns(a, q, keys, row + min(top + 64, rows) - 1);
+        inside = max(r0.x, r1.x), outside = min(r0.y, r1.y);
+        if (min(r0.x, r1.x) < max(r0.y, r1.y))
+            first = min(r0.x, r1.x), last = max(r0.y, r1.y);
+    }
+    const int start = __reduce_min_sync(~0u, first) / grid * grid, stop = __reduce_max_sync(~0u, last);
+    const bool empty = first == INT32_MAX;
+    if (lane < 3) {
+        w.begin[lane] = empty ? 0 : (first - start) / COLUMNS;
+        w.end[lane] = empty ? 0 : (last - start + COLUMNS - 1) / COLUMNS;
+        w.inside[lane] = inside, w.outside[lane] = outside;
+    }
+    if (lane)
+        return;
+    w.exists = 1;
+    w.start = start, w.tiles = start < stop ? (stop - start + COLUMNS - 1) / COLUMNS : 0;
+    w.batch = keys ? q.k_batch : q.q_batch, w.memory_row = (keys ? q.k_row : q.q_row) + row;
+    w.other_batch = keys ? q.q_batch : q.k_batch, w.other_row = keys ? q.q_row : q.k_row;
+    w.columns = keys ? q.rows : q.keys;
+}
+
+/* One warp for each tile of each sequence, of keys and then of queries. */
+__global__ void __launch_bounds__(128) find_pieces(const __grid_constant__ args a, const __grid_constant__ tables all)
+{
+    const int number = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool keys = number < a.B * all.of[0].tiles;
+    const piece_table &t = all.of[keys ? 0 : 1];
+    const int which = keys ? number : number - a.B * all.of[0].tiles;
+    if (which >= a.B * t.tiles)
+        return;
+    const int b = which / t.tiles, tile = which - b * t.tiles, row = tile * t.rows;
+    const span q = span_of(a, b);
+    const int rows = min(t.rows, (keys ? q.keys : q.rows) - row);
+    if (tile == 0 && lane == 0)
+        t.lengths[b] = keys ? q.keys : q.rows;
+    if (rows <= 0)
+        return;
+    const int at = piece_at(a, keys, t.rows, b, tile);
+    describe(a, q, keys, row, rows, keys && all.terms.sums ? COLUMNS : 1, t.pieces[at]);
+    if (lane == 0)
+        t.pieces[at].rows = rows, t.pieces[at].sums = piece_at(a, false, COLUMNS, b, 0);
+    for (int r = lane; r < t.rows; r += 32)
+        t.ranges[(int64_t)at * t.rows + r] = r < rows ? visible_columns(a, q, keys, row + r) : make_int2(0, 0);
+}
+
+/* ---- Launch ------------------------------------------------------------------------------------------------------ */
+
+static int64_t pitch_of(const heed_problem *p) { return (p->a.q.shape[2] + 3) / 4 * 4; }
+
+/* The workspace, part by part. */
+struct workspace {
+    char *next;
+    size_t bytes;
+    void *take(size_t size)
+    {
+        char *part = next + bytes;
+        bytes += (size + 15) / 16 * 16;
+        return part;
+    }
+};
+
+static void take_table(workspace *space, piece_table *t, const heed_problem *p, const heed_tensor *rows_of, int rows)
+{
+    const size_t pieces = (size_t)(rows_of->shape[0] * rows_of->shape[2] / rows + p->B + 1);
+    t->rows = rows;
+    t->lengths = (int *)space->take((size_t)p->B * sizeof(int));
+    t->pieces = (piece *)space->take(pieces * sizeof(piece));
+    t->ranges = (int2 *)space->take(pieces * rows * sizeof(int2));
+}
+
+static int64_t sums_tiles(const heed_problem *p) { return p->a.q.shape[0] * p->a.q.shape[2] / COLUMNS + p->B + 1; }
+
+/* Returns the bytes that it takes. sums: with those of dQ. */
+static size_t lay_out(const heed_problem *p, void *memory, tables *t, bool sums)
+{
+    workspace space = { (char *)memory, 0 };
+    const int head_dim = (int)HEED_MAX(p->D, p->Dv);
+    const size_t terms = (size_t)(p->a.q.shape[0] * p->Hq * pitch_of(p)) * sizeof(float);
+    t->terms.L = (float *)space.take(terms);
+    t->terms.delta = (float *)space.take(terms);
+    t->terms.sums = NULL;
+    t->terms.boxes = sums_boxes(head_dim);
+    t->terms.sums_count = sums_tiles(p) * p->Hq * t->terms.boxes * SUMS_BOX / 4;
+    if (sums)
+        t->terms.sums = (float4 *)space.take((size_t)t->terms.sums_count * sizeof(float4));
+    t->terms.counters = (int *)space.take(2 * sizeof(int));
+    take_table(&space, &t->of[0], p, &p->a.k, heed_sm90_rows_dkv(head_dim));
+    take_table(&space, &t->of[1], p, &p->a.q, heed_sm90_rows_dq(head_dim));
+    return space.bytes;
+}
+
+/* Many short sequences would take more memory for sums, a whole tile each, than their tensors do. */
+static bool has_sums(const heed_problem *p)
+{
+    return p->g.d_q.data && sums_tiles(p) * COLUMNS <= 2 * p->a.q.shape[0] * p->a.q.shape[2] + 2 * COLUMNS;
+}
+
+size_t heed_sm90_backward_bytes(const heed_problem *p, bool sums)
+{
+    tables t;
+    return lay_out(p, NULL, &t, sums && has_sums(p));
+}
+
+/* Maps of the queries' side (Q, dO) and the keys' (K, V), for tiles of so many rows. */
+static heed_status map_queries(tensor_map m[2], const heed_problem *p, const args &a, int rows)
+{
+    const int64_t batches = p->a.q.shape[0];
+    heed_status status = heed_tensor_map(&m[0], a.q, a.D, a.q_rows, a.Hq, batches, rows);
+    return status ? status : heed_tensor_map(&m[1], a.d_o, a.Dv, a.q_rows, a.Hq, batches, rows);
+}
+
+static heed_status map_keys(tensor_map m[2], const heed_problem *p, const args &a, int rows)
+{
+    const int64_t batches = p->a.k.shape[0], keys = a.col < a.k_rows ? (a.k_rows - 1 - a.col) / a.col_step + 1 : 0;
+    view k = a.k, v = a.v;
+    if (keys) { /* those on the stride are the rows of a tensor of their own */
+        k.data += a.col * k.stride[2] * 2, v.data += a.col * v.stride[2] * 2;
+        k.stride[2] *= a.col_step, v.stride[2] *= a.col_step;
+    }
+    heed_status status = heed_tensor_map(&m[0], k, a.D, HEED_MAX(keys, 1), a.Hk, batches, rows);
+    return status ? status : heed_tensor_map(&m[1], v, a.Dv, HEED_MAX(keys, 1), a.Hk, batches, rows);
+}
+
+/* Heads that are worked on at the same time. With a band their tiles differ in length, and longest first needs many to
+ * choose from; but what they read should stay in the L2 cache. */
+static int heads_together(const args &a, int heads, int64_t bytes_of_head)
+{
+    if (a.left >= FAR && a.right >= FAR)
+        return 1;
+    return (int)HEED_MAX(1, HEED_MIN(heads, ((int64_t)24 << 20) / HEED_MAX(bytes_of_head, 1)));
+}
+
+/* all: the kernel for all three gradients, where there are sums. */
+static heed_status run(backward_job *job, const heed_problem *p, const tables &t, backward_launch *all, int units,
+                       const heed_exec *x)
+{
+    const args &a = job->a;
+    const int head_dim = HEED_MAX(a.D, a.Dv);
+    const piece_table &keys = t.of[0], &queries = t.of[1];
+    heed_status status = HEED_OK;
+    if ((a.d_k.data || a.d_v.data || all) && keys.tiles) {
+        const int heads = a.B * a.Hk;
+        job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
+        job->counter = t.terms.counters;
+        job->tiles = keys.tiles, job->count = job->tiles * heads;
+        job->together = heads_together(a, heads, (int64_t)a.Sq * a.G * (a.D + a.Dv) * 2);
+        if (!(status = map_keys(job->own, p, a, keys.rows)) && !(status = map_queries(job->other, p, a, COLUMNS)))
+            status = (all ? all : heed_sm90_dkv)(*job, head_dim, HEED_MIN(units, job->count), x);
+    }
+    if (!status && a.d_q.data && !all) {
+        const int heads = a.B * a.Hq;
+        job->pieces = queries.pieces, job->ranges = queries.ranges, job->lengths = queries.lengths;
+        job->counter = t.terms.counters + 1;
+        job->tiles = queries.tiles, job->count = job->tiles * heads;
+        job->together = heads_together(a, heads, (int64_t)a.Sk / a.col_step * (a.D + a.Dv) * 2);
+        if (!(status = map_queries(job->own, p, a, queries.rows)) && !(status = map_keys(job->other, p, a, COLUMNS)))
+            status = heed_sm90_dq(*job, head_dim, HEED_MIN(units, job->count), x);
+    }
+    return status;
+}
+
+static score_rule rule_of(const args &a)
+{
+    const bool capped = a.softcap > 0;
+    return { a.scale * LOG2E, capped ? a.scale / a.softcap : 0.0f, a.softcap * LOG2E,
+             capped ? 1.0f / (a.softcap * LOG2E) : 0.0f };
+}
+
+/* The small kernels before the large ones: terms and pieces. a->delta becomes that of the terms. */
+static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed_exec *x)
+{
+    const int64_t keys = a->Sk > a->col ? (a->Sk - 1 - a->col) / a->col_step + 1 : 0;
+    t->of[0].tiles = (int)tiles_of(keys, t->of[0].rows), t->of[1].tiles = (int)tiles_of(a->Sq, t->of[1].rows);
+    t->terms.rows = a->q_rows, t->terms.pitch = (int)pitch_of(p);
+    t->terms.count = p->a.q.shape[0] * a->Hq * a->q_rows;
+    heed_status status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, x)
+                                                : launch_terms<__nv_bfloat16>(*a, t->terms, x);
+    if (!status)
+        status = launch(find_pieces, tiles_of((int64_t)a->B * (t->of[0].tiles + t->of[1].tiles), 4), 128, 0, x, *a, *t);
+    view &delta = a->delta;
+    delta.data = (char *)t->terms.delta, delta.dtype = HEED_F32;
+    delta.stride[0] = (int64_t)a->Hq * t->terms.pitch, delta.stride[1] = t->terms.pitch;
+    delta.stride[2] = delta.stride[3] = 1;
+    if (!status)
+        status = heed_cuda_prepare_backward(p, a, x);
+    return status ? status : heed_cuda_sink_gradient(*a, x);
+}
+
+/* A tensor without elements has no map; then the sums are over nothing. */
+static int is_nothing(const heed_problem *p)
+{
+    return !heed_elements(&p->a.q) || !heed_elements(&p->a.k) || !heed_elements(&p->a.v);
+}
+
+static heed_status clear_all(const heed_problem *p, const args &a, const heed_exec *x)
+{
+    if (a.accumulate)
+        return HEED_OK;
+    heed_status status = heed_cuda_fill(a.d_q, p->g.d_q.shape, 0.0f, x);
+    status = status ? status : heed_cuda_fill(a.d_k, p->g.d_k.shape, 0.0f, x);
+    return status ? status : heed_cuda_fill(a.d_v, p->g.d_v.shape, 0.0f, x);
+}
+
+heed_status heed_sm90_backward(const heed_problem *p, backward_launch *all, const heed_exec *x)
+{
+    on_device device(x->device);
+    heed_device chip;
+    backward_job job;
+    tables t;
+    heed_status status = device.status;
+    if (status || (status = heed_cuda_device(x->device, &chip)) || (status = heed_cuda_args(p, &job.a)))
+        return status;
+    if (!has_sums(p))
+        all = NULL;
+    lay_out(p, x->workspace, &t, all != NULL);
+    job.rule = rule_of(job.a);
+    const term_rows &terms = t.terms;
+    if ((status = prepare(p, &job.a, &t, x)))
+        return status;
+    if (is_nothing(p))
+        return clear_all(p, job.a, x);
+    job.L = terms.L, job.delta = terms.delta, job.pitch = terms.pitch;
+    job.sums = (float *)terms.sums;
+    status = run(&job, p, t, all, chip.units, x);
+    if (status || !all)
+        return status;
+    const int tiles = (int)tiles_of(job.a.Sq, COLUMNS);
+    return launch(job.a.q.dtype == HEED_F16 ? finish_dq<__half> : finish_dq<__nv_bfloat16>,
+                  (int64_t)tiles * job.a.B * job.a.Hq, 128, 0, x, job.a, terms, tiles);
+}
+
+size_t heed_backward_workspace_sm90(const heed_problem *p, const heed_plan *plan)
+{
+    (void)plan;
+    return heed_sm90_backward_bytes(p, false);
+}
+
+heed_status heed_backward_sm90(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    (void)plan;
+    return heed_sm90_backward(p, NULL, x);
+}

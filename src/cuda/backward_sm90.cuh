@@ -1,0 +1,243 @@
+/* What the warpgroups of the Hopper backward do with a tile: wait for it, turn S into P and dP into dS, send results
+ * out. What they are given: backward_sm90_feed.cuh. */
+#ifndef HEED_CUDA_BACKWARD_SM90_CUH
+#define HEED_CUDA_BACKWARD_SM90_CUH
+
+#include "backward_sm90_feed.cuh"
+
+/* ---- Consumers: waiting and releasing ---------------------------------------------------------------------------- */
+
+__device__ inline void release(uint64_t *barrier)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        arrive(shared_address(barrier));
+}
+
+template <class C> __device__ inline void wait_first(backward_shared<C> &s, int tile)
+{
+    wait(shared_address(&s.first_full[tile % C::FIRST]), tile / C::FIRST & 1);
+}
+
+template <class C> __device__ inline void wait_second(backward_shared<C> &s, int tile)
+{
+    wait(shared_address(&s.second_full[tile % C::SECOND]), tile / C::SECOND & 1);
+}
+
+template <class C> __device__ inline void release_first(backward_shared<C> &s, int tile)
+{
+    release(&s.first_free[tile % C::FIRST]);
+}
+
+template <class C> __device__ inline void release_second(backward_shared<C> &s, int tile)
+{
+    release(&s.second_free[tile % C::SECOND]);
+}
+
+/* Lets tiles pass that this group has no use for. */
+template <class C> __device__ inline int skip(backward_shared<C> &s, int tile, int count)
+{
+    for (; count > 0; count--, tile++) {
+        wait_first(s, tile);
+        release_first(s, tile);
+        wait_second(s, tile);
+        release_second(s, tile);
+    }
+    return tile;
+}
+
+template <class C> __device__ inline uint64_t first_tile(const backward_shared<C> &s, int tile)
+{
+    return tile_at(shared_address(s.first[0]) + tile % C::FIRST * C::BYTES, COLUMNS * 128);
+}
+
+template <class C> __device__ inline uint64_t second_tile(const backward_shared<C> &s, int tile)
+{
+    return tile_at(shared_address(s.second[0]) + tile % C::SECOND * C::BYTES, COLUMNS * 128);
+}
+
+/* ---- Pointwise work ---------------------------------------------------------------------------------------------- */
+
+/* Where L is this large, rounding may carry c S beyond it, and P must be kept from exceeding 1. */
+__device__ inline bool is_large(float L) { return fabsf(L) > 65536.0f && fabsf(L) < CUDART_INF_F; }
+
+/* Column of element e of a tile in this lane, less that of its first. */
+__device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }
+
+/* The general case: P of columns outside the row's range is 0, and none exceeds 1. L(e): that of element e. range: of
+ * this lane's rows. column: this lane's first. */
+template <bool CAPPED, class Terms>
+__device__ inline void careful_probabilities(float (&S)[COLUMNS / 2], const score_rule &rule, const int2 *range,
+                                             int column, Terms L)
+{
+    const int low[2] = { range[0].x - column, range[8].x - column };
+    const int high[2] = { range[0].y - column, range[8].y - column };
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e++) {
+        const int i = column_of(e), r = e / 2 % 2;
+        const float x = CAPPED ? rule.out * tangent<false>(rule.in * S[e]) - L(e) : fmaf(S[e], rule.c, -L(e));
+        const float P = exp2_fast(min_or_nan(x, 0.0f));
+        S[e] = i >= low[r] && i < high[r] ? P : 0.0f;
+    }
+}
+
+/* The softcap's slope, 1 - tanh^2, from P: P = 0 takes no gradient anyway. */
+__device__ inline float slope_at(const score_rule &rule, float P, float L)
+{
+    const float u = (__log2f(P) + L) * rule.out_inverse;
+    return P == 0.0f ? 0.0f : 1.0f - u * u;
+}
+
+/* Whether all rows see all columns of a tile and no L is large. The whole warp; L belongs to the columns. */
+__device__ inline bool is_plain(const float *L, bool whole)
+{
+    const float2 two = *(const float2 *)(L + threadIdx.x % 32 * 2);
+    return whole && !__any_sync(~0u, is_large(two.x) || is_large(two.y));
+}
+
+/* S becomes P. L belongs to the columns (keys own the rows); ranges and column, this lane's first, are those of the own
+ * rows. */
+template <bool CAPPED>
+__device__ inline void probabilities_by_column(float (&S)[COLUMNS / 2], const float *L, const score_rule &rule,
+                                               bool plain, const int2 *range, int column)
+{
+    L += threadIdx.x % 4 * 2;
+    if (!CAPPED && plain) {
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            S[e] = exp2_fast(fmaf(S[e], rule.c, -L[column_of(e)]));
+        return;
+    }
+    careful_probabilities<CAPPED>(S, rule, range, column, [&](int e) { return L[column_of(e)]; });
+}
+
+template <class T> __device__ inline float2 unpack2(uint32_t x);
+template <> __device__ inline float2 unpack2<__half>(uint32_t x) { return __half22float2(*(const __half2 *)&x); }
+template <> __device__ inline float2 unpack2<__nv_bfloat16>(uint32_t x)
+{
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
+}
+
+/* dP becomes dS = P (dP - delta). */
+template <bool CAPPED>
+__device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], const float (&P)[COLUMNS / 2], const float *L,
+                                               const float *delta, const score_rule &rule)
+{
+    L += threadIdx.x % 4 * 2, delta += threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e++)
+        dP[e] = (dP[e] - delta[column_of(e)]) * P[e];
+    if (CAPPED)
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            dP[e] *= slope_at(rule, P[e], L[column_of(e)]);
+}
+
+/* The same from P as dV gets it, where the registers of the exact one have a next S to receive. Columns 16 k to 16 k +
+ * 15. */
+template <class T, bool CAPPED>
+__device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], int k, uint4 P, const float *L,
+                                               const float *delta, const score_rule &rule)
+{
+    const uint32_t packed[4] = { P.x, P.y, P.z, P.w };
+    L += threadIdx.x % 4 * 2, delta += threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int e = k * 8 + i * 2;
+        const float2 x = unpack2<T>(packed[i]), d = *(const float2 *)(delta + column_of(e));
+        dP[e] = (dP[e] - d.x) * x.x, dP[e + 1] = (dP[e + 1] - d.y) * x.y;
+        if (CAPPED) {
+            dP[e] *= slope_at(rule, x.x, L[column_of(e)]);
+            dP[e + 1] *= slope_at(rule, x.y, L[column_of(e + 1)]);
+        }
+    }
+}
+
+/* The same where L and delta belong to the rows (queries own them). */
+template <bool CAPPED>
+__device__ inline void probabilities_by_row(float (&S)[COLUMNS / 2], const float (&L)[2], const score_rule &rule,
+                                            bool plain, const int2 *range, int column)
+{
+    if (!CAPPED && plain) {
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            S[e] = exp2_fast(fmaf(S[e], rule.c, -L[e / 2 % 2]));
+        return;
+    }
+    careful_probabilities<CAPPED>(S, rule, range, column, [&](int e) { return L[e / 2 % 2]; });
+}
+
+template <bool CAPPED>
+__device__ inline void differentiate_by_row(float (&dP)[COLUMNS / 2], const float (&P)[COLUMNS / 2],
+                                            const float (&L)[2], const float (&delta)[2], const score_rule &rule)
+{
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e++)
+        dP[e] = (dP[e] - delta[e / 2 % 2]) * P[e];
+    if (CAPPED)
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            dP[e] *= slope_at(rule, P[e], L[e / 2 % 2]);
+}
+
+/* ---- Results ----------------------------------------------------------------------------------------------------- */
+
+/* Writes 64 rows of a result, times `scale`, those below `rows` that exist. at: element offset of the first, step: from
+ * one to the next. 16-bit results pass through the group's own rows of a tile that nobody reads any more, where
+ * `memory` is the first of them, to leave in pieces of 16 bytes. */
+template <class T, class C>
+__device__ inline void store_result(const float (&Y)[C::D / 2], float scale, const view &t, int width, bool accumulate,
+                                    char *memory, int rows, int64_t at, int64_t step)
+{
+    const int lane = threadIdx.x % 32, top = threadIdx.x / 32 % 4 * 16;
+    if (t.dtype == HEED_F32) {
+        float *const to = (float *)t.data + at;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int r = top + lane / 4 + half * 8;
+#pragma unroll
+            for (int i = 0; i < C::D / 8 * 2; i++) {
+                const int c = i / 2 * 8 + lane % 4 * 2 + i % 2;
+                const float y = Y[i / 2 * 4 + half * 2 + i % 2] * scale;
+                if (r < rows && c < width)
+                    to[r * step + c] = accumulate ? to[r * step + c] + y : y;
+            }
+        }
+        return;
+    }
+    const int r0 = top + lane % 16;
+    const uint32_t to = shared_address(memory) + r0 * 128;
+#pragma unroll
+    for (int k = 0; k < C::D / 16; k++) {
+        const float *y = &Y[8 * k];
+        store_matrices(to + k / 4 * C::ROWS * 128 + ((k % 4 * 2 + lane / 16 ^ r0 % 8) << 4),
+                       pack<T>(y[0] * scale, y[1] * scale), pack<T>(y[2] * scale, y[3] * scale),
+                       pack<T>(y[4] * scale, y[5] * scale), pack<T>(y[6] * scale, y[7] * scale));
+    }
+    __syncwarp();
+    constexpr int CHUNKS = C::D / 8;
+    uint16_t *const out = (uint16_t *)t.data + at;
+#pragma unroll 4
+    for (int i = lane; i < 16 * CHUNKS; i += 32) {
+        const int r = top + i / CHUNKS, chunk = i % CHUNKS;
+        const uint4 eight = *(const uint4 *)(memory + chunk / 8 * C::ROWS * 128 + r * 128 + ((chunk % 8 ^ r % 8) << 4));
+        uint16_t *one = out + r * step + chunk * 8;
+        if (r >= rows)
+            continue;
+        if (chunk * 8 + 8 <= width)
+            *(uint4 *)one = eight;
+        else
+            for (int e = 0; chunk * 8 + e < width; e++)
+                one[e] = (uint16_t)((e < 2 ? eight.x : e < 4 ? eight.y : e < 6 ? eight.z : eight.w) >> 16 * (e % 2));
+    }
+    __syncwarp();
+}
+
+template <int N> __device__ inline void clear(float (&x)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        x[i] = 0.0f;
+}
+
+#endif

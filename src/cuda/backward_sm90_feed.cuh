@@ -1,0 +1,331 @@
+/* What feeds the kernels of the Hopper backward. Each owns some rows, whose results stay in registers, and meets
+ * the other side of the problem in tiles of 64 columns:
+ *
+ *     kernel     own rows       A operands   meets      B operands   results
+ *     dK, dV     keys           K, V         queries    Q, dO        dK = dS^T Q, dV = P^T dO
+ *     dQ         queries        Q, dO        keys       K, V         dQ = dS K
+ *
+ * Both compute S (or its transpose) = A1 B1^T and dP = A2 B2^T with their own side as rows, so that P and dS are left
+ * operands of the next products without leaving their lanes. The warps of one warpgroup produce: one takes pieces of
+ * work from a counter, says in shared memory what they are and has the copy engine bring the own tiles, two bring the
+ * rings of B1 and B2, one what goes with them. The other warpgroups consume. Rows are masked by their range of visible
+ * columns; a column that belongs to another sequence is zeroed in shared memory before anyone multiplies with it. */
+#ifndef HEED_CUDA_BACKWARD_SM90_FEED_CUH
+#define HEED_CUDA_BACKWARD_SM90_FEED_CUH
+
+#include "scores.cuh"
+#include "tile_sm90.cuh"
+
+constexpr int COLUMNS = 64;
+
+/* P = 2^(c S - L), or with a softcap (CAPPED) 2^(out tanh(in S) - L). */
+struct score_rule {
+    float c, in, out, out_inverse;
+};
+
+/* The kernels' argument. L = lse * log2(e) and delta are arrays [batches][Hq][pitch], a number for each row of q. */
+struct backward_job {
+    args a;
+    tensor_map own[2], other[2];
+    float *sums; /* by sums_at() */
+    const float *L, *delta;
+    int pitch;
+    score_rule rule;
+    const struct piece *pieces; /* by piece_at() */
+    const int2 *ranges;         /* of the columns that an own row sees, ROWS for each piece */
+    const int *lengths;         /* own rows of each sequence */
+    int *counter;               /* of the pieces that are taken, from 0 */
+    int count, tiles, together; /* tiles of the longest sequence; heads that are worked on at the same time */
+};
+
+/* One tile of own rows of a sequence and the columns that they see, the same for all heads. Of each group of 64 rows:
+ * the tiles begin .. end that it meets, and the columns inside .. outside that all its rows see. */
+struct piece {
+    int exists, rows;           /* 0: there is no more work */
+    int batch, memory_row;      /* where the own rows lie; memory_row counts rows on the key stride */
+    int start, tiles;           /* first column; tiles of each head */
+    int other_batch, other_row; /* where column 0 lies */
+    int columns;                /* that the sequence has */
+    int head;
+    int sums; /* where the sequence's first tile of dQ stands among the sums */
+    int begin[3], end[3], inside[3], outside[3];
+};
+
+/* Where tile `tile` of sequence b stands in a table. Sequences may lie end to end, and each may begin a tile. */
+__device__ inline int piece_at(const args &a, bool keys, int rows, int b, int tile)
+{
+    const int32_t *offsets = keys ? a.offsets_k : a.offsets_q;
+    const int64_t memory_rows = keys ? a.k_rows : a.q_rows;
+    const int64_t first = offsets ? clamp(offsets[b], 0, (int)memory_rows) : b * memory_rows;
+    return (int)(first / rows) + b + tile;
+}
+
+/* Sums of dQ are kept as lanes hold a result: for each tile of 64 queries, head and 64 columns, 16 rows a warp. */
+constexpr int SUMS_WARP = 16 * 64, SUMS_BOX = 4 * SUMS_WARP;
+constexpr __host__ __device__ int sums_boxes(int head_dim) { return (head_dim + 63) / 64; }
+
+__device__ inline int64_t sums_at(const args &a, int boxes, int tile, int head, int box)
+{
+    return (((int64_t)tile * a.Hq + head) * boxes + box) * SUMS_BOX;
+}
+
+/* backward_sm90_keys.cu, backward_sm90_queries.cu. Rows of the own tile for a head size, and the launch. */
+int heed_sm90_rows_dkv(int head_dim);
+int heed_sm90_rows_dq(int head_dim);
+typedef heed_status backward_launch(const backward_job &job, int head_dim, int blocks, const heed_exec *x);
+backward_launch heed_sm90_dkv, heed_sm90_dq;
+
+/* backward_sm90.cu. The whole backward: by two kernels, or by one that sums dQ in memory. */
+size_t heed_sm90_backward_bytes(const heed_problem *p, bool sums);
+heed_status heed_sm90_backward(const heed_problem *p, backward_launch *all, const heed_exec *x);
+
+/* ---- Shared memory ----------------------------------------------------------------------------------------------- */
+
+/* Whether dQ too is computed and added up in memory, and by whom: one more warpgroup, or those that have the keys. */
+enum summing { NO_SUMS, BY_ONE, BY_ALL };
+
+/* KEYS: the own rows are keys. SLOTS own tiles and FIRST and SECOND stages of the rings, powers of two. PASS: tiles of
+ * P that pass from one warpgroup to another. */
+template <bool KEYS_, int D_, int ROWS_, int SLOTS_, int FIRST_, int SECOND_, int PASS_ = 0, summing SUMS_ = NO_SUMS>
+struct backward_shape {
+    static constexpr bool KEYS = KEYS_, ADDS = SUMS_ != NO_SUMS;
+    static constexpr summing SUMS = SUMS_;
+    static constexpr int D = D_, ROWS = ROWS_, SLOTS = SLOTS_, FIRST = FIRST_, SECOND = SECOND_, PASS = PASS_;
+    static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, ADDERS = SUMS == BY_ONE;
+    static constexpr int THREADS = 128 * (CONSUMERS + ADDERS + 1);
+    /* Registers that producers keep of what each thread starts with, then those of consumers and of who adds up dQ. */
+    static constexpr int FEW = CONSUMERS == 2 ? 24 : 32, MANY = ADDERS ? 208 : CONSUMERS == 2 ? 240 : 160, SOME = 72;
+    static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
+    /* Where a warpgroup has all of dK and dV, and as far as it has registers: S of the next tile is computed beside dS,
+     * dK beside the next P, dS from P as it was before rounding, and the next tile is looked at in time. */
+    static constexpr bool EARLY = D < 128 && !ADDS, LATE = D == 64, EXACT = D == 64, AHEAD = D < 128;
+};
+
+template <class C> struct backward_shared {
+    char own[C::SLOTS][2][C::OWN_BYTES];
+    char first[C::FIRST][C::BYTES];
+    char second[C::SECOND][C::BYTES];
+    char dS[2][C::ADDS ? C::ROWS * 128 : 16];       /* [64 queries][ROWS keys], in boxes of 64 keys */
+    char parts[2][C::ADDS ? COLUMNS * 64 * 4 : 16]; /* 64 columns of dQ on their way out, as lanes hold them */
+    uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
+    float L[C::KEYS ? C::FIRST : 1][COLUMNS], delta[C::KEYS ? C::SECOND : 1][COLUMNS]; /* of the tiles in the rings */
+    int2 range[C::SLOTS][C::ROWS]; /* of the columns that an own row sees */
+    piece work[C::SLOTS];
+    uint64_t described[C::SLOTS], own_full[C::SLOTS], own_free[C::SLOTS];
+    uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
+    uint64_t landed[3], ds_full[2], ds_free[2];
+};
+
+template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
+{
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < C::SLOTS; i++) {
+            barrier_init(shared_address(&s.own_full[i]), 1);
+            barrier_init(shared_address(&s.described[i]), 1);
+            barrier_init(shared_address(&s.own_free[i]), 4 * (C::CONSUMERS + C::ADDERS) + (C::KEYS ? 3 : 2));
+        }
+        for (int i = 0; i < C::FIRST; i++) {
+            barrier_init(shared_address(&s.first_full[i]), C::KEYS ? 33 : 1);
+            barrier_init(shared_address(&s.first_free[i]), 4 * C::CONSUMERS);
+        }
+        for (int i = 0; i < C::SECOND; i++) {
+            barrier_init(shared_address(&s.second_full[i]), C::KEYS ? 33 : 1);
+            barrier_init(shared_address(&s.second_free[i]), 4 * C::CONSUMERS);
+        }
+        for (int i = 0; i < 3; i++)
+            barrier_init(shared_address(&s.landed[i]), 1);
+        for (int i = 0; i < 2 && C::ADDS; i++) {
+            barrier_init(shared_address(&s.ds_full[i]), 4 * C::CONSUMERS);
+            barrier_init(shared_address(&s.ds_free[i]), 4);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+}
+
+/* Known to be the same in all lanes. */
+__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+/* ---- The producer ------------------------------------------------------------------------------------------------ */
+
+/* Which piece of work a number stands for: `together` heads at a time, and of these the longest rows first. Under a
+ * causal mask the first keys meet most queries and the last queries most keys. */
+template <class C> __device__ inline void find_piece(const backward_job &p, int number, int &b, int &head, int &tile)
+{
+    const int heads = C::KEYS ? p.a.Hk : p.a.Hq, all = p.a.B * heads;
+    const int chunk = number / (p.together * p.tiles), left = number - chunk * p.together * p.tiles;
+    const int width = min(p.together, all - chunk * p.together);
+    tile = left / width;
+    const int which = chunk * p.together + left - tile * width;
+    b = which / heads, head = which - b * heads;
+    if (!C::KEYS)
+        tile = p.tiles - 1 - tile;
+}
+
+/* Zeroes rows live .. ROWS of a tile that has landed. */
+template <int ROWS, int BYTES> __device__ inline void clear_rows(char *tile, int live)
+{
+    for (int i = live * 8 + threadIdx.x % 32; i < ROWS * 8; i += 32)
+#pragma unroll
+        for (int box = 0; box < BYTES / (ROWS * 128); box++)
+            *(uint4 *)(tile + box * ROWS * 128 + i * 16) = make_uint4(0, 0, 0, 0);
+}
+
+/* Brings keys of which only so many belong to the sequence. Where their dS is summed, the others must not be there. */
+template <class C>
+__device__ inline void bring_some_keys(const backward_job &p, backward_shared<C> &s, int slot, int head, int &landed)
+{
+    const piece &w = s.work[slot];
+    const uint32_t barrier = shared_address(&s.landed[2]);
+    if (threadIdx.x % 32 == 0) {
+        arrive_expecting(barrier, 2 * C::OWN_BYTES);
+        load_tile<C::D, C::ROWS>(shared_address(s.own[slot][0]), p.own[0], w.memory_row, head, w.batch, barrier);
+        load_tile<C::D, C::ROWS>(shared_address(s.own[slot][1]), p.own[1], w.memory_row, head, w.batch, barrier);
+    }
+    wait(barrier, landed);
+    landed ^= 1;
+    clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot][0], w.rows);
+    clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot][1], w.rows);
+    fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        arrive(shared_address(&s.own_full[slot]));
+}
+
+/* The first producer warp: takes pieces of work and brings their own tiles. */
+template <class C> __device__ inline void bring_own(const backward_job &p, backward_shared<C> &s)
+{
+    const int lane = threadIdx.x % 32;
+    const bool cuts = C::ADDS && (p.a.lengths_k || p.a.offsets_k);
+    for (int n = 0, landed = 0;;) {
+        const int slot = n % C::SLOTS;
+        piece &w = s.work[slot];
+        const int number = uniform(lane ? 0 : atomicAdd(p.counter, 1));
+        wait(shared_address(&s.own_free[slot]), n / C::SLOTS & 1 ^ 1);
+        if (number >= p.count) {
+            if (lane == 0) {
+                w.exists = 0;
+                arrive(shared_address(&s.described[slot]));
+                arrive(shared_address(&s.own_full[slot]));
+            }
+            return;
+        }
+        int b, head, tile;
+        find_piece<C>(p, number, b, head, tile);
+        if (tile * C::ROWS >= p.lengths[b])
+            continue;
+        const int at = piece_at(p.a, C::KEYS, C::ROWS, b, tile);
+        static_assert(sizeof(piece) <= 32 * sizeof(int), "one number a lane");
+        if (lane < sizeof(piece) / sizeof(int))
+            ((int *)&w)[lane] = ((const int *)&p.pieces[at])[lane];
+#pragma unroll 2 /* there are few registers */
+        for (int r = lane; r < C::ROWS; r += 32)
+            s.range[slot][r] = p.ranges[(int64_t)at * C::ROWS + r];
+        __syncwarp();
+        const bool some = cuts && w.rows < C::ROWS;
+        if (lane == 0) {
+            w.head = head;
+            arrive(shared_address(&s.described[slot]));
+        }
+        if (some)
+            bring_some_keys(p, s, slot, head, landed);
+        else if (lane == 0) {
+            const uint32_t barrier = shared_address(&s.own_full[slot]);
+            arrive_expecting(barrier, 2 * C::OWN_BYTES);
+            load_tile<C::D, C::ROWS>(shared_address(s.own[slot][0]), p.own[0], w.memory_row, head, w.batch, barrier);
+            load_tile<C::D, C::ROWS>(shared_address(s.own[slot][1]), p.own[1], w.memory_row, head, w.batch, barrier);
+        }
+        n++;
+    }
+}
+
+/* The second and third: the columns' side, one ring each. */
+template <class C, int RING> __device__ inline void bring_columns(const backward_job &p, backward_shared<C> &s)
+{
+    constexpr int STAGES = RING ? C::SECOND : C::FIRST;
+    const args &a = p.a;
+    const bool cuts = C::KEYS ? a.lengths_q || a.offsets_q : a.lengths_k || a.offsets_k;
+    int landed = 0;
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
+        if (!w.exists)
+            return;
+        const int head = C::KEYS ? w.head * a.G : w.head / a.G, heads = C::KEYS ? a.G : 1;
+        for (int h = head; h < head + heads; h++)
+            for (int column = w.start; column < w.start + w.tiles * COLUMNS; column += COLUMNS, tile++) {
+                const int stage = tile % STAGES, live = cuts ? w.columns - column : COLUMNS;
+                char *const to = RING ? s.second[stage] : s.first[stage];
+                const uint32_t full = shared_address(RING ? &s.second_full[stage] : &s.first_full[stage]);
+                const uint32_t barrier = live < COLUMNS ? shared_address(&s.landed[RING]) : full;
+                wait(shared_address(RING ? &s.second_free[stage] : &s.first_free[stage]), tile / STAGES & 1 ^ 1);
+                if (threadIdx.x % 32 == 0) {
+                    arrive_expecting(barrier, C::BYTES);
+                    load_tile<C::D, COLUMNS>(shared_address(to), p.other[RING], w.other_row + column, h, w.other_batch,
+                                             barrier);
+                }
+                if (live >= COLUMNS)
+                    continue;
+                /* Only so many rows of the tile belong to this sequence. */
+                wait(barrier, landed);
+                landed ^= 1;
+                clear_rows<COLUMNS, C::BYTES>(to, live);
+                fence_async();
+                __syncwarp();
+                if (threadIdx.x % 32 == 0)
+                    arrive(full);
+            }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            arrive(shared_address(&s.own_free[slot]));
+    }
+}
+
+/* Where the columns are queries, the fourth: L and delta of each. The copy engine would want them at multiples of 16
+ * bytes. */
+template <class C> __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s)
+{
+    const args &a = p.a;
+    const int lane = threadIdx.x % 32;
+    const auto bring = [&](float *to, const float *from, int live, uint64_t *full) {
+        copy_async4(shared_address(to + lane), from + lane, lane < live);
+        copy_async4(shared_address(to + lane + 32), from + lane + 32, lane + 32 < live);
+        arrive_when_copied(shared_address(full));
+    };
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
+        if (!w.exists)
+            return;
+        for (int h = w.head * a.G; h < w.head * a.G + a.G; h++) {
+            const int64_t at = ((int64_t)w.other_batch * a.Hq + h) * p.pitch + w.other_row;
+            for (int column = w.start; column < w.start + w.tiles * COLUMNS; column += COLUMNS, tile++) {
+                const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column;
+                wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
+                bring(s.L[first], p.L + at + column, live, &s.first_full[first]);
+                wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
+                bring(s.delta[second], p.delta + at + column, live, &s.second_full[second]);
+            }
+        }
+        __syncwarp();
+        if (lane == 0)
+            arrive(shared_address(&s.own_free[slot]));
+    }
+}
+
+template <class C> __device__ inline void produce(const backward_job &p, backward_shared<C> &s)
+{
+    switch (threadIdx.x / 32 % 4) {
+    case 0: bring_own<C>(p, s); break;
+    case 1: bring_columns<C, 0>(p, s); break;
+    case 2: bring_columns<C, 1>(p, s); break;
+    case 3:
+        if (C::KEYS)
+            bring_terms<C>(p, s);
+        break;
+    }
+}
+
+#endif

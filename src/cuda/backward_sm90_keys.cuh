@@ -1,0 +1,219 @@
+/* The Hopper backward's dK and dV, summed over all queries of all heads that share the keys, and with SUMS dQ beside
+ * them. See backward_sm90_feed.cuh. Two ways to spread the work over two warpgroups:
+ *
+ *     keys     each owns 64 keys and does everything for them
+ *     roles    backward_sm90_roles.cuh: where dK and dV do not both fit into a warpgroup's registers */
+#ifndef HEED_CUDA_BACKWARD_SM90_KEYS_CUH
+#define HEED_CUDA_BACKWARD_SM90_KEYS_CUH
+
+#include "backward_sm90_roles.cuh"
+#include "backward_sm90_sums.cuh"
+
+/* What a group holds while it meets queries. */
+template <class C> struct key_group {
+    float dK[C::D / 2], dV[C::D / 2], S[COLUMNS / 2];
+    uint32_t dS[COLUMNS / 16][4];
+    uint64_t K, V;
+    int slot, g, column; /* g: which head of those that share the keys; column: the first of the tile to come */
+    int inside, outside;
+    bool plain; /* is the tile to come */
+
+    __device__ void look_at(const backward_shared<C> &s, int tile, int column)
+    {
+        plain = is_plain(s.L[tile % C::FIRST], column >= inside && column + COLUMNS <= outside);
+    }
+};
+
+/* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
+template <class T, class C>
+__device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile, int count,
+                              int group)
+{
+    const uint32_t none[COLUMNS / 16][4] = {};
+    for (int column = x.column; count > 0; count--, column += COLUMNS) {
+        if (C::ADDS)
+            hand_over<C>(s, none, tile, group);
+        if constexpr (C::SUMS == BY_ALL) {
+            float dQ[32];
+            start_columns<T, C>(dQ, s, x.slot, tile, group);
+            wgmma_wait<0>();
+            add_columns<C>(p, s, dQ, x.slot, column, x.g, group);
+        }
+        tile = skip(s, tile, 1);
+    }
+    return tile;
+}
+
+/* One tile, whose S is there. While its dS is computed (EARLY) or its dK, the tensor core has S of the next to do,
+ * unless this is the last, and dK may take until the next P is computed (LATE). */
+template <class T, class C, bool CAPPED, int GROUP, bool LAST>
+__device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
+{
+    const score_rule &rule = p.rule;
+    constexpr int D = C::D;
+    constexpr bool EARLY = C::EARLY && !LAST, LATE = C::LATE;
+    const int row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const piece &w = s.work[x.slot];
+    float dP[COLUMNS / 2], next[COLUMNS / 2];
+    uint32_t P[COLUMNS / 16][4];
+    const uint64_t dO = second_tile(s, tile);
+    wait_second(s, tile);
+    wgmma_fence();
+    multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
+    wgmma_commit();
+    if (!C::AHEAD)
+        x.look_at(s, tile, x.column);
+    keep_order(tile);
+    probabilities_by_column<CAPPED>(x.S, s.L[tile % C::FIRST], rule, x.plain, &s.range[x.slot][row],
+                                    x.column + threadIdx.x % 4 * 2);
+    if (LATE) {
+        wgmma_wait<1>(); /* dK of the tile before */
+        if (x.column > w.start + w.begin[GROUP] * COLUMNS)
+            release_first(s, tile - 1);
+    }
+    pack_rows<T, COLUMNS>(P, x.S);
+    wgmma_fence();
+    multiply_columns<T, D, COLUMNS>(x.dV, P, dO); /* dV += P^T dO */
+    wgmma_commit();
+    const auto start_next = [&] {
+        wait_first(s, tile + 1);
+        wgmma_fence();
+        multiply_rows<T, D, C::ROWS, COLUMNS>(next, x.K, first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
+        wgmma_commit();
+        if (C::AHEAD)
+            x.look_at(s, tile + 1, x.column + COLUMNS);
+    };
+    if (EARLY)
+        start_next();
+    wgmma_wait<EARLY ? 2 : 1>(); /* dP */
+    if (C::EXACT)
+        differentiate_by_column<CAPPED>(dP, x.S, s.L[tile % C::FIRST], s.delta[tile % C::SECOND], rule);
+    else
+#pragma unroll
+        for (int k = 0; k < COLUMNS / 16; k++)
+            differentiate_by_column<T, CAPPED>(dP, k, make_uint4(P[k][0], P[k][1], P[k][2], P[k][3]),
+                                               s.L[tile % C::FIRST], s.delta[tile % C::SECOND], rule);
+    pack_rows<T, COLUMNS>(x.dS, dP);
+    if (C::ADDS)
+        hand_over<C>(s, x.dS, tile, GROUP);
+    if (!EARLY && !LAST && C::SUMS != BY_ALL)
+        start_next();
+    float dQ[32];
+    if constexpr (C::SUMS == BY_ALL)
+        start_columns<T, C>(dQ, s, x.slot, tile, GROUP);
+    wgmma_fence();
+    multiply_columns<T, D, COLUMNS>(x.dK, x.dS, first_tile(s, tile)); /* dK += dS^T Q */
+    wgmma_commit();
+    if constexpr (C::SUMS == BY_ALL) {
+        wgmma_wait<1>();
+        add_columns<C>(p, s, dQ, x.slot, x.column, x.g, GROUP);
+        if (!LAST)
+            start_next();
+    }
+    wgmma_wait<LATE && !LAST ? 1 : 0>();
+    if (!LAST)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; i++)
+            x.S[i] = next[i];
+    if (!LATE || LAST)
+        release_first(s, tile);
+    release_second(s, tile);
+    x.column += COLUMNS;
+}
+
+/* The tiles of one head. */
+template <class T, class C, bool CAPPED, int GROUP>
+__device__ inline int meet_head(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
+{
+    const piece &w = s.work[x.slot];
+    x.column = uniform(w.start);
+    tile = pass_by<T, C>(p, x, s, tile, uniform(w.begin[GROUP]), GROUP);
+    x.column = uniform(w.start + w.begin[GROUP] * COLUMNS);
+    const int last = uniform(w.start + (w.end[GROUP] - 1) * COLUMNS);
+    if (x.column <= last) {
+        wait_first(s, tile);
+        wgmma_fence();
+        multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, x.K, first_tile(s, tile));
+        wgmma_commit();
+        if (C::AHEAD)
+            x.look_at(s, tile, x.column);
+        wgmma_wait<0>();
+#pragma unroll 1
+        for (; x.column < last; tile++)
+            meet_tile<T, C, CAPPED, GROUP, false>(p, x, s, tile);
+        meet_tile<T, C, CAPPED, GROUP, true>(p, x, s, tile++);
+    }
+    x.column = uniform(w.start + w.end[GROUP] * COLUMNS);
+    return pass_by<T, C>(p, x, s, tile, uniform(w.tiles - w.end[GROUP]), GROUP);
+}
+
+template <class T, class C, bool CAPPED, int GROUP>
+__device__ inline void keys(const backward_job &p, backward_shared<C> &s)
+{
+    const args &a = p.a;
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
+        if (!uniform(w.exists))
+            break;
+        key_group<C> x;
+        clear(x.dK), clear(x.dV);
+        x.K = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
+        x.V = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
+        x.slot = slot, x.inside = uniform(w.inside[GROUP]), x.outside = uniform(w.outside[GROUP]);
+        for (x.g = 0; x.g < a.G; x.g++)
+            tile = meet_head<T, C, CAPPED, GROUP>(p, x, s, tile);
+        named_sync(1 + GROUP, 128); /* all four warps are done with K and V, whose rows become the way out */
+        store_keys<T, C>(x.dV, 1, a, w, s.own[slot][1], GROUP);
+        store_keys<T, C>(x.dK, 0, a, w, s.own[slot][C::ADDS ? 1 : 0], GROUP); /* dQ may still need K */
+        fence_async();
+        release(&s.own_free[slot]);
+    }
+    if (C::SUMS == BY_ALL && threadIdx.x % 32 == 0)
+        bulk_wait<0>();
+}
+
+/* ---- The kernel -------------------------------------------------------------------------------------------------- */
+
+template <class T, class C, bool CAPPED>
+__global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant__ backward_job p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    auto &s = *(backward_shared<C> *)memory;
+    init_barriers(s);
+    const int group = uniform(threadIdx.x / 128);
+    if (group == C::CONSUMERS) {
+        fewer_registers<C::FEW>();
+        produce<C>(p, s);
+        return;
+    }
+    if constexpr (C::SUMS == BY_ONE) {
+        if (group == C::CONSUMERS + 1) {
+            fewer_registers<C::SOME>();
+            sum_queries<T, C>(p, s);
+            return;
+        }
+    }
+    more_registers<C::MANY>();
+    if constexpr (C::PASS != 0) {
+        if (group == 0)
+            values_role<T, C, CAPPED>(p, s);
+        else
+            keys_role<T, C, CAPPED>(p, s);
+    } else if (group == 0)
+        keys<T, C, CAPPED, 0>(p, s);
+    else
+        keys<T, C, CAPPED, 1>(p, s);
+}
+
+template <class C> static heed_status run_shape(const backward_job &p, int blocks, const heed_exec *x)
+{
+    static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
+    const bool half = p.a.q.dtype == HEED_F16, capped = p.a.softcap > 0;
+    auto kernel = half ? (capped ? dkv_sm90<__half, C, true> : dkv_sm90<__half, C, false>)
+                       : (capped ? dkv_sm90<__nv_bfloat16, C, true> : dkv_sm90<__nv_bfloat16, C, false>);
+    return launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
+}
+
+#endif

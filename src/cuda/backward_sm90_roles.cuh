@@ -1,0 +1,161 @@
+/* The Hopper backward's dK and dV by two warpgroups in different roles, for head sizes whose dK and dV do not both fit
+ * into the registers of one: the first computes S, P and dV, the second dP, dS and dK, of the same 64 keys; P passes
+ * through shared memory. */
+#ifndef HEED_CUDA_BACKWARD_SM90_ROLES_CUH
+#define HEED_CUDA_BACKWARD_SM90_ROLES_CUH
+
+#include "backward_sm90.cuh"
+
+/* Writes dK (which = 0) or dV of a group of 64 keys by way of the K or V that it has been reading. */
+template <class T, class C>
+__device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const args &a, const piece &w, char *memory,
+                                  int group)
+{
+    const view &t = which ? a.d_v : a.d_k;
+    if (!t.data)
+        return;
+    const int64_t at = row_at(t, w.batch, w.head, a.col + (w.memory_row + group * 64) * a.col_step);
+    store_result<T, C>(Y, which ? 1.0f : a.scale, t, which ? a.Dv : a.D, a.accumulate, memory + group * 8192,
+                       w.rows - group * 64, at, t.stride[2] * a.col_step);
+}
+
+enum { PASS_FULL = 3, PASS_FREE = 5 }; /* named barriers, two of each */
+
+/* The first role meets one tile of queries. dV of a tile goes before S of the next, so that dO makes room early. first:
+ * there is no tile before. */
+template <class T, class C, bool CAPPED>
+__device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS / 16][4], backward_shared<C> &s,
+                                   const score_rule &rule, int slot, int tile, int column, bool first)
+{
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const piece &w = s.work[slot];
+    const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
+    float S[COLUMNS / 2];
+    if (!first) {
+        wait_second(s, tile - 1);
+        wgmma_fence();
+        multiply_columns<T, C::D, COLUMNS>(dV, P, second_tile(s, tile - 1)); /* dV += P^T dO, of the tile before */
+        wgmma_commit();
+    }
+    wait_first(s, tile);
+    wgmma_fence();
+    multiply_rows<T, C::D, C::ROWS, COLUMNS>(S, K, first_tile(s, tile)); /* S^T = K Q^T */
+    wgmma_commit();
+    if (!first) {
+        wgmma_wait<1>();
+        release_second(s, tile - 1);
+    }
+    const bool plain = is_plain(s.L[tile % C::FIRST], column >= w.inside[0] && column + COLUMNS <= w.outside[0]);
+    wgmma_wait<0>();
+    probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, plain, &s.range[slot][row], column + lane % 4 * 2);
+    release_first(s, tile);
+    pack_rows<T, COLUMNS>(P, S);
+    named_sync(PASS_FREE + tile % 2, 256);
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++)
+        s.pass[tile % 2][k * 128 + threadIdx.x % 128] = make_uint4(P[k][0], P[k][1], P[k][2], P[k][3]);
+    named_arrive(PASS_FULL + tile % 2, 256);
+}
+
+template <class T, class C, bool CAPPED>
+__device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
+{
+    const args &a = p.a;
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
+        if (!uniform(w.exists))
+            break;
+        const int tiles = uniform(w.tiles), all = tiles * a.G;
+        float dV[C::D / 2];
+        uint32_t P[COLUMNS / 16][4];
+        clear(dV);
+        int column = w.start;
+#pragma unroll 1
+        for (int j = 0; j < all; j++, tile++) {
+            meet_values<T, C, CAPPED>(dV, P, s, p.rule, slot, tile, column, j == 0);
+            column = column + COLUMNS < w.start + tiles * COLUMNS ? column + COLUMNS : w.start;
+        }
+        if (all) {
+            wait_second(s, tile - 1);
+            wgmma_fence();
+            multiply_columns<T, C::D, COLUMNS>(dV, P, second_tile(s, tile - 1));
+            wgmma_commit();
+            wgmma_wait<0>();
+            release_second(s, tile - 1);
+        }
+        named_sync(1, 128); /* K is this warpgroup's alone */
+        store_keys<T, C>(dV, 1, a, w, s.own[slot][0], 0);
+        fence_async();
+        release(&s.own_free[slot]);
+    }
+    named_sync(PASS_FREE, 256); /* the other's last arrivals */
+    named_sync(PASS_FREE + 1, 256);
+}
+
+/* The second role: dK of a tile goes before dP of the next, so that Q makes room early. */
+template <class T, class C, bool CAPPED>
+__device__ inline void meet_keys(float (&dK)[C::D / 2], uint32_t (&dS)[COLUMNS / 16][4], backward_shared<C> &s,
+                                 const score_rule &rule, int slot, int tile, bool first)
+{
+    const uint64_t V = tile_at(shared_address(s.own[0][1]) + slot * (int)sizeof(s.own[0]));
+    float dP[COLUMNS / 2];
+    if (!first) {
+        wgmma_fence();
+        multiply_columns<T, C::D, COLUMNS>(dK, dS, first_tile(s, tile - 1)); /* dK += dS^T Q, of the tile before */
+        wgmma_commit();
+    }
+    wait_second(s, tile);
+    wgmma_fence();
+    multiply_rows<T, C::D, C::ROWS, COLUMNS>(dP, V, second_tile(s, tile)); /* dP^T = V dO^T */
+    wgmma_commit();
+    if (!first) {
+        wgmma_wait<1>();
+        release_first(s, tile - 1);
+    }
+    wgmma_wait<0>();
+    named_sync(PASS_FULL + tile % 2, 256);
+    wait_first(s, tile); /* Q's terms, and Q for the next round */
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++)
+        differentiate_by_column<T, CAPPED>(dP, k, s.pass[tile % 2][k * 128 + threadIdx.x % 128], s.L[tile % C::FIRST],
+                                           s.delta[tile % C::SECOND], rule);
+    named_arrive(PASS_FREE + tile % 2, 256);
+    release_second(s, tile);
+    pack_rows<T, COLUMNS>(dS, dP);
+}
+
+template <class T, class C, bool CAPPED> __device__ inline void keys_role(const backward_job &p, backward_shared<C> &s)
+{
+    const args &a = p.a;
+    named_arrive(PASS_FREE, 256);
+    named_arrive(PASS_FREE + 1, 256);
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
+        if (!uniform(w.exists))
+            return;
+        const int all = uniform(w.tiles) * a.G;
+        float dK[C::D / 2];
+        uint32_t dS[COLUMNS / 16][4];
+        clear(dK);
+#pragma unroll 1
+        for (int j = 0; j < all; j++, tile++)
+            meet_keys<T, C, CAPPED>(dK, dS, s, p.rule, slot, tile, j == 0);
+        if (all) {
+            wgmma_fence();
+            multiply_columns<T, C::D, COLUMNS>(dK, dS, first_tile(s, tile - 1));
+            wgmma_commit();
+            wgmma_wait<0>();
+            release_first(s, tile - 1);
+        }
+        named_sync(2, 128); /* V is */
+        store_keys<T, C>(dK, 0, a, w, s.own[slot][1], 0);
+        fence_async();
+        release(&s.own_free[slot]);
+    }
+}
+
+#endif
