@@ -1,0 +1,208 @@
+/* What the warpgroups of the Hopper forward do with scores and results: S becomes P, sums become lse, O is divided and
+ * leaves. A lane has two rows of 64 and a quarter of their columns, as the tensor core leaves them: see sm90.cuh. */
+#ifndef HEED_CUDA_SOFTMAX_SM90_CUH
+#define HEED_CUDA_SOFTMAX_SM90_CUH
+
+#include "feed_sm90.cuh"
+
+/* Hides what a row does not see. A lane has two rows, r and r + 8. */
+template <class S> __device__ inline void hide(float (&s)[S::KEYS / 2], const forward_work<S::ROWS> &w, int row, int n0)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int low = w.low[row + 8 * r] - n0, high = w.high[row + 8 * r] - n0;
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int n = 8 * i + e; /* and 2 (lane % 4), which the caller has added to n0 */
+                if (n < low || n >= high)
+                    s[4 * i + 2 * r + e] = -CUDART_INF_F;
+            }
+    }
+}
+
+/* softcap tanh(scale S / softcap), but for the factor, which the exponent takes. */
+template <int N> __device__ inline void cap(float (&s)[N], const args &a)
+{
+    const float twice = 2.0f * LOG2E * a.scale / a.softcap;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        s[i] = fmaf(-2.0f, reciprocal_fast(exp2_fast(s[i] * twice) + 1.0f), 1.0f);
+        if (i % 8 == 7) /* a few at a time, for the sake of registers */
+            keep_order(__float_as_int(s[i]) & INT32_MAX);
+    }
+}
+
+/* Two rows of a lane: offset is c m, l has the sum of the lane's own columns, and factor is what O has to be multiplied
+ * with since the maximum grew. */
+struct row_state {
+    float m[2], offset[2], l[2], factor[2];
+};
+
+/* Brings the maxima up to this block. A maximum that grew little is left: P may reach 2^8. Where c m is so large that its
+ * rounding matters to an exponent, m is subtracted from S instead, which holds for this block only: unless the next one is
+ * refreshed too, the sum is spoilt. */
+template <class S> __device__ inline void refresh_maxima(float (&s)[S::KEYS / 2], row_state &x, float c, bool again)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float most = s[2 * r];
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++)
+            most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+        most = fmaxf(x.m[r], quad_max(most));
+        if ((most - x.m[r]) * c < 8.0f)
+            most = x.m[r];
+        x.factor[r] = x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast((x.m[r] - most) * c);
+        x.l[r] *= x.factor[r];
+        x.m[r] = most, x.offset[r] = most == -CUDART_INF_F ? 0.0f : most * c;
+        if (!(fabsf(x.offset[r]) < 1e7f)) {
+#pragma unroll
+            for (int i = 0; i < S::KEYS / 8; i++)
+                s[4 * i + 2 * r] -= most, s[4 * i + 2 * r + 1] -= most;
+            x.offset[r] = 0.0f;
+            if (!again)
+                x.l[r] = CUDART_NAN_F;
+        }
+    }
+}
+
+/* P = 2^(c S - c m), in place. */
+template <class S> __device__ inline void exponentials(float (&s)[S::KEYS / 2], row_state &x, float c)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum0 = 0.0f, sum1 = 0.0f;
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++) {
+            float *const p = &s[4 * i + 2 * r];
+            p[0] = exp2_fast(fmaf(p[0], c, -x.offset[r]));
+            p[1] = exp2_fast(fmaf(p[1], c, -x.offset[r]));
+            sum0 += p[0], sum1 += p[1];
+        }
+        x.l[r] += sum0 + sum1;
+    }
+}
+
+/* S of block j becomes P; true: O has to be multiplied with the factors. */
+template <class S>
+__device__ inline bool weigh(float (&s)[S::KEYS / 2], row_state &x, const args &a, const forward_work<S::ROWS> &w,
+                             int row, int j, bool edge, float c, bool exact, bool &unset)
+{
+    const bool refresh = exact || edge || unset;
+    bool grew = false;
+    if (S::CAPPED)
+        cap(s, a);
+    if (edge)
+        hide<S>(s, w, row, w.first + j * S::KEYS + threadIdx.x % 4 * 2);
+    if (refresh) {
+        refresh_maxima<S>(s, x, c, exact);
+        grew = __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
+        unset = __any_sync(~0u, x.m[0] == -CUDART_INF_F || x.m[1] == -CUDART_INF_F);
+    }
+    exponentials<S>(s, x, c);
+    return grew;
+}
+
+/* The number of row i of a tile among the rows of all parts. */
+template <int ROWS> __device__ inline int64_t part_row(const args &a, const forward_work<ROWS> &w, int i)
+{
+    return (((int64_t)w.part * a.B + w.s.b) * a.Hq + w.h) * a.Sq + w.i0 + i;
+}
+
+/* The sums are complete: writes lse; divide: what is left to multiply O with. False where something was out of range. */
+template <class S>
+__device__ inline bool conclude(const row_state &x, const args &a, const forward_work<S::ROWS> &w, int row,
+                                const tile_order &order, float (&divide)[2])
+{
+    const float sink = a.sink.data && order.by.count == 1 ? load(a.sink, row_at(a.sink, 0, w.h, 0)) : -CUDART_INF_F;
+    float size = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int i = row + 8 * r;
+        float sum = quad_sum(x.l[r]), own = x.m[r] * (S::CAPPED ? a.softcap : a.scale), most = fmaxf(own, sink);
+        size += fabsf(sum);
+        divide[r] = 0.0f;
+        if (sum != 0.0f) { /* else the row saw no key */
+            const float factor = exp2_fast((own - most) * LOG2E);
+            sum = sum * factor + exp2_fast((sink - most) * LOG2E);
+            divide[r] = factor / sum;
+        }
+        if (threadIdx.x % 4 == 0 && i < w.rows) {
+            float *const lse = order.by.count > 1 ? order.by.lse + part_row(a, w, i)
+                               : a.lse.data
+                                   ? (float *)a.lse.data + row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i)
+                                   : NULL;
+            if (lse)
+                *lse = sum == 0.0f ? -CUDART_INF_F : most + logf(sum);
+        }
+    }
+    return size < 1e37f;
+}
+
+/* A tile is over for this group: O is divided and leaves, 64 columns at a time, through a few rows of shared memory that
+ * are the warp's own. The O of a part leaves as it is. False where something was out of range. */
+template <class T, class S>
+__device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], const args &a,
+                                const forward_work<S::ROWS> &w, const tile_order &order, char *out, int row0)
+{
+    const int lane = threadIdx.x % 32, rows = w.rows - row0;
+    float size[4] = {};
+#pragma unroll
+    for (int i = 0; i < S::D / 2; i++) {
+        size[i % 4] += fabsf(O[i]);
+        O[i] *= divide[i / 2 % 2];
+    }
+    if (__any_sync(~0u, divide[0] == 0.0f || divide[1] == 0.0f)) /* without a key O may be anything */
+#pragma unroll
+        for (int i = 0; i < S::D / 2; i++)
+            O[i] = divide[i / 2 % 2] == 0.0f ? 0.0f : O[i];
+    if (order.by.count > 1) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int i = lane / 4 + 8 * r;
+            float *const o = order.by.o + part_row(a, w, row0 + i) * a.Dv;
+            if (i < rows)
+#pragma unroll
+                for (int c = 0; c < S::D / 4; c++) {
+                    const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+                    if (column < a.Dv)
+                        o[column] = O[c / 2 * 4 + 2 * r + c % 2];
+                }
+        }
+        return size[0] + size[1] + size[2] + size[3] < 1e37f;
+    }
+    const int64_t pitch = a.o.stride[2];
+    T *o = (T *)a.o.data + row_at(a.o, w.s.q_batch, w.h, w.s.q_row + w.i0 + row0 + lane / 8) + lane % 8 * 8;
+    const uint32_t to = shared_address(out) + lane % 16 * 128;
+#pragma unroll
+    for (int box = 0; box < (S::D + 63) / 64; box++, o += 64) {
+#pragma unroll
+        for (int c = 0; c < 8 && box * 8 + c < S::D / 8; c += 2) {
+            const float *const x = &O[box * 32 + 4 * c];
+            store_matrices(to + ((c + lane / 16) ^ (lane % 8)) * 16, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
+                           pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+        }
+        __syncwarp();
+        const int columns = a.Dv - box * 64;
+#pragma unroll
+        for (int e = 0; e < 16; e += 4) {
+            const int i = e + lane / 8;
+            if (i < rows && lane % 8 * 8 + 8 <= columns)
+                *(uint4 *)(o + e * pitch) = *(const uint4 *)(out + i * 128 + (lane % 8 ^ i % 8) * 16);
+        }
+        if (columns < 64 && columns % 8) /* the last few, one by one */
+#pragma unroll 1
+            for (int i = lane / 8; i < min(rows, 16); i += 4) {
+                const int x = columns / 8 * 8 + lane % 8;
+                if (x < columns)
+                    o[(i - lane / 8) * pitch + x - lane % 8 * 8] = ((const T *)(out + i * 128 +
+                                                                                (columns / 8 ^ i % 8) * 16))[lane % 8];
+            }
+        __syncwarp();
+    }
+    return size[0] + size[1] + size[2] + size[3] < 1e37f;
+}
+
+#endif
