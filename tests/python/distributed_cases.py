@@ -356,6 +356,19 @@ def autocast(group: Any) -> torch.dtype:
         return hd.attention(q, k, v, group=group).dtype
 
 
+def trains_after_inference(group: Any) -> bool:
+    """What is kept from one call for the next serves both: a size that no other test has."""
+    q, k, v = (hd.shard(t, 2, group=group, shards="striped") for t in problem(52)[:3])
+    ways: list[dict[str, Any]] = [{"stride": 3}, {"method": "ulysses"}]
+    with torch.inference_mode():
+        for way in ways:
+            hd.attention(q, k, v, group=group, causal=True, shards="striped", **way)
+    k.requires_grad_()
+    for way in ways:
+        hd.attention(q, k, v, group=group, causal=True, shards="striped", **way).sum().backward()
+    return k.grad is not None and bool(k.grad.isfinite().all())
+
+
 def context_parallel_shards(group: Any) -> bool:
     """Buffers that torch's context_parallel has cut are zigzag shards."""
     from torch.distributed.device_mesh import init_device_mesh

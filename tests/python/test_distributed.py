@@ -161,6 +161,10 @@ def test_autocast(ranks: Ranks) -> None:
     assert ranks.run("autocast", ranks=2) == [torch.bfloat16] * 2
 
 
+def test_training_after_inference(ranks: Ranks) -> None:
+    assert all(ranks.run("trains_after_inference", ranks=2))
+
+
 def test_context_parallel_has_zigzag_shards(ranks: Ranks) -> None:
     assert all(ranks.run("context_parallel_shards", ranks=4))
 

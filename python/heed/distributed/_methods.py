@@ -109,6 +109,7 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # its indices serve training too
 def plan_of(
     method: str, me: int, shards: str, rows: tuple[int, ...], keys: tuple[int, ...], starts: tuple[int, ...] | None,
     band: Band, stride: int, query_heads: int, key_heads: int,

@@ -135,6 +135,7 @@ def on_stride(pieces: Pieces, stride: int) -> tuple[Pieces, torch.Tensor | None]
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # the order serves training too
 def in_order(shards: tuple[Pieces, ...]) -> tuple[Pieces, torch.Tensor | None]:
     """The rows of several shards, one after the other, in the order of their positions: in few, long pieces. Also which
     row each of them was, or None where nothing moved."""

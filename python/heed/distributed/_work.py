@@ -20,12 +20,14 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # what is kept serves training too
 def on_device(order: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copied once: a copy from the host waits for the device."""
     return order.to(device)
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)
 def _offsets(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(starts, dtype=torch.int32, device=device)
 
