@@ -175,11 +175,13 @@ static void delta_of_rows(float *delta, const heed_problem *p, const heed_span *
     const heed_gradient *g = &p->g;
     source o = rows_of(p, s, &p->a.o, h, p->Dv), d_o = rows_of(p, s, &g->d_o, h, p->Dv);
     const heed_tensor *given = g->delta.data ? &g->delta : &g->d_lse;
-    const float *at = (const float *)given->data + s->q_batch * given->stride[0] + h * given->stride[1] +
-                      (s->q_row + i0) * given->stride[2];
     if (!g->delta.data)
         dot_rows(delta, &o, &d_o, i0, n);
-    for (int64_t r = 0; r < n && given->data; r++)
+    if (!given->data)
+        return;
+    const float *at = (const float *)given->data + s->q_batch * given->stride[0] + h * given->stride[1] +
+                      (s->q_row + i0) * given->stride[2];
+    for (int64_t r = 0; r < n; r++)
         delta[r] = g->delta.data ? at[r * given->stride[2]] : delta[r] - at[r * given->stride[2]];
 }
 
