@@ -56,6 +56,72 @@ heed_status heed_cuda_device(int index, heed_device *d)
     return HEED_OK;
 }
 
+/* ---- Launching --------------------------------------------------------------------------------------------------- */
+
+/* More shared memory than every kernel may have is asked for once for each kernel and device. Who has been granted how
+ * much: a table by the kernel's address, whose readers take no lock; a kernel that finds no room in it asks each time. */
+enum { FREE_TO_ALL = 48 * 1024, GRANTS = 512, PROBES = 8 };
+static struct {
+    uint64_t key; /* 0: nobody's */
+    uint64_t bytes;
+} grants[GRANTS];
+static pthread_mutex_t granting = PTHREAD_MUTEX_INITIALIZER;
+
+/* place: where in the table, or GRANTS. */
+static uint64_t granted(uint64_t key, unsigned *place)
+{
+    for (unsigned n = 0; n < PROBES; n++) {
+        *place = (unsigned)((key * 0x9E3779B97F4A7C15u >> 48) + n) % GRANTS;
+        uint64_t found = __atomic_load_n(&grants[*place].key, __ATOMIC_ACQUIRE);
+        if (found == key)
+            return __atomic_load_n(&grants[*place].bytes, __ATOMIC_RELAXED);
+        if (!found)
+            return 0;
+    }
+    *place = GRANTS;
+    return 0;
+}
+
+static cudaError_t reserve(const void *kernel, size_t shared_bytes, int device, bool again)
+{
+    const uint64_t key = (uint64_t)(uintptr_t)kernel | (uint64_t)(device + 1) << 48;
+    unsigned place;
+    if (shared_bytes <= FREE_TO_ALL || (!again && granted(key, &place) >= shared_bytes))
+        return cudaSuccess;
+    pthread_mutex_lock(&granting);
+    const uint64_t bytes = HEED_MAX(granted(key, &place),
+                                    shared_bytes); /* what was granted may be in use: it only grows */
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (!error && place < GRANTS) {
+        __atomic_store_n(&grants[place].bytes, bytes, __ATOMIC_RELAXED);
+        __atomic_store_n(&grants[place].key, key, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&granting);
+    return error;
+}
+
+heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
+                             void **arguments)
+{
+    if (blocks == 0)
+        return HEED_OK;
+    if (blocks > INT32_MAX)
+        return heed_fail(HEED_UNSUPPORTED, "the problem needs %lld blocks, a launch holds %d", (long long)blocks,
+                         INT32_MAX);
+    cudaError_t error = reserve(kernel, shared_bytes, x->device, false);
+    if (error)
+        return heed_cuda_status(error, "reserving shared memory");
+    const dim3 grid((unsigned)blocks), block((unsigned)threads);
+    error = cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, (cudaStream_t)x->stream);
+    if (error == cudaErrorInvalidValue && shared_bytes > FREE_TO_ALL) { /* the device may have been reset since */
+        cudaGetLastError();
+        error = reserve(kernel, shared_bytes, x->device, true);
+        if (!error)
+            error = cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, (cudaStream_t)x->stream);
+    }
+    return heed_cuda_status(error, "launching a kernel");
+}
+
 /* ---- Arguments --------------------------------------------------------------------------------------------------- */
 
 static view view_of(const heed_tensor &t)

@@ -6,6 +6,9 @@
 
 heed_status heed_cuda_status(cudaError_t error, const char *doing);
 
+heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
+                             void **arguments);
+
 /* Makes the call's device current and puts back the caller's on leaving the scope. */
 struct on_device {
     int before = -1;
@@ -32,21 +35,8 @@ template <class Kernel, class... Rest>
 heed_status launch(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
                    const Rest &...rest)
 {
-    if (blocks == 0)
-        return HEED_OK;
-    if (blocks > INT32_MAX)
-        return heed_fail(HEED_UNSUPPORTED, "the problem needs %lld blocks, a launch holds %d", (long long)blocks,
-                         INT32_MAX);
-    if (shared_bytes > 48 * 1024) {
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 (int)shared_bytes);
-        if (error)
-            return heed_cuda_status(error, "reserving shared memory");
-    }
     void *arguments[] = { (void *)&rest... };
-    return heed_cuda_status(cudaLaunchKernel((const void *)kernel, dim3((unsigned)blocks), dim3(threads), arguments,
-                                             shared_bytes, (cudaStream_t)x->stream),
-                            "launching a kernel");
+    return heed_cuda_launch((const void *)kernel, blocks, threads, shared_bytes, x, arguments);
 }
 
 /* ---- rows.cu: operations on whole rows that the kernels share ---------------------------------------------------- */

@@ -3,6 +3,7 @@
 #include "tile_sm90.cuh"
 
 #include <pthread.h>
+#include <string.h>
 
 typedef decltype(&cuTensorMapEncodeTiled) encode_function;
 
@@ -18,6 +19,44 @@ static void ask(void)
         encode = (encode_function)function;
 }
 
+/* What a map is made of, and the map: one for one. The driver takes a third of a microsecond for each, and programs come
+ * back to the same addresses: so this thread's last ones are kept. */
+struct encoding {
+    void *data;
+    cuuint64_t sizes[4], pitches[3];
+    cuuint32_t box_rows, type;
+};
+enum { KEPT = 16 };
+static __thread struct {
+    encoding of[KEPT];
+    CUtensorMap map[KEPT];
+    int next;
+} recent;
+
+static CUresult encode_or_recall(const encoding &e, CUtensorMap *map)
+{
+    auto &r = recent;
+    for (int n = 0; n < KEPT; n++)
+        if (!memcmp(&r.of[n], &e, sizeof e)) {
+            *map = r.map[n];
+            return CUDA_SUCCESS;
+        }
+    const cuuint32_t box[4] = { 64, e.box_rows, 1, 1 }, steps[4] = { 1, 1, 1, 1 };
+    CUresult error = CUDA_ERROR_INVALID_CONTEXT;
+    int device;
+    for (int attempt = 0; error && attempt < 2; attempt++) {
+        /* A thread that has not called the runtime yet has no context. */
+        if (attempt && (cudaGetDevice(&device) || cudaSetDevice(device)))
+            break;
+        error = encode(map, (CUtensorMapDataType)e.type, 4, e.data, e.sizes, e.pitches, box, steps,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    }
+    if (!error)
+        r.of[r.next] = e, r.map[r.next] = *map, r.next = (r.next + 1) % KEPT;
+    return error;
+}
+
 heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64_t rows, int64_t heads, int64_t batches,
                             int box_rows)
 {
@@ -25,25 +64,17 @@ heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64
     if (!encode)
         return heed_fail(HEED_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
     m->head_on = t.stride[1] != 0, m->batch_on = t.stride[0] != 0;
-    const cuuint64_t sizes[4] = { (cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)(m->head_on ? heads : 1),
-                                  (cuuint64_t)(m->batch_on ? batches : 1) };
     /* Where a size is 1 its stride is never used, but must be a legal one. */
-    const cuuint64_t pitches[3] = { (cuuint64_t)(t.stride[2] ? t.stride[2] * 2 : 16),
-                                    (cuuint64_t)(m->head_on ? t.stride[1] * 2 : 16),
-                                    (cuuint64_t)(m->batch_on ? t.stride[0] * 2 : 16) };
-    const cuuint32_t box[4] = { 64, (cuuint32_t)box_rows, 1, 1 }, steps[4] = { 1, 1, 1, 1 };
-    const CUtensorMapDataType type = t.dtype == HEED_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                         : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    CUresult error = CUDA_ERROR_INVALID_CONTEXT;
-    int device;
-    for (int attempt = 0; error && attempt < 2; attempt++) {
-        /* A thread that has not called the runtime yet has no context. */
-        if (attempt && (cudaGetDevice(&device) || cudaSetDevice(device)))
-            break;
-        error = encode(&m->map, type, 4, t.data, sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    }
+    const encoding e = {
+        t.data,
+        { (cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)(m->head_on ? heads : 1),
+          (cuuint64_t)(m->batch_on ? batches : 1) },
+        { (cuuint64_t)(t.stride[2] ? t.stride[2] * 2 : 16), (cuuint64_t)(m->head_on ? t.stride[1] * 2 : 16),
+          (cuuint64_t)(m->batch_on ? t.stride[0] * 2 : 16) },
+        (cuuint32_t)box_rows,
+        (cuuint32_t)(t.dtype == HEED_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16)
+    };
+    CUresult error = encode_or_recall(e, &m->map);
     if (error)
         return heed_fail(HEED_DEVICE_ERROR, "the copy engine refused a tensor of %lld x %lld x %lld x %lld (error %d)",
                          (long long)batches, (long long)heads, (long long)rows, (long long)columns, (int)error);
