@@ -76,12 +76,13 @@ def attention(
         description = {
             "q": [q.shape[0], q.shape[1], q.shape[3]], "k": list(k.shape[:2]), "v": [v.shape[1], v.shape[3]],
             "dtype": str(q.dtype), "shards": shards, "method": method, "causal": bool(causal),
-            "window": None if window is None else list(window), "stride": stride, "scale": scale, "softcap": softcap,
+            "window": None if window is None else [n if n is None else int(n) for n in window], "stride": stride,
+            "scale": None if scale is None else float(scale), "softcap": float(softcap),
             "alibi_slopes": _fingerprint(alibi_slopes), "cu_seqlens": _fingerprint(starts), "fabric": fabric,
             "gradients": torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)),
             "rows": q.shape[2], "keys": k.shape[2],
         }  # fmt: skip
-    except (TypeError, ValueError) as error:  # the others are waiting for this rank: tell them, too
+    except Exception as error:  # the others are waiting for this rank: tell them, too
         link.agree(call, {"error": str(error)})
         raise
     told = link.agree(call, description)
@@ -157,8 +158,10 @@ def _check(
         raise ValueError(f"stride: is {stride!r}, expected 1 or more")
     if window is not None and len(window) != 2:
         raise ValueError(f"window: is {window!r}, expected None or (left, right)")
-    if alibi_slopes is not None and alibi_slopes.shape[-1] != q.shape[1]:
-        raise ValueError(f"alibi_slopes: has {alibi_slopes.shape[-1]} heads, q has {q.shape[1]}")
+    if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
+        raise TypeError(f"alibi_slopes: is a {type_name(alibi_slopes)}, expected None or a torch.Tensor")
+    if alibi_slopes is not None and alibi_slopes.shape[-1:] != q.shape[1:2]:
+        raise ValueError(f"alibi_slopes: has the shape {list(alibi_slopes.shape)}, q has {q.shape[1]} heads")
     if starts is not None:
         if starts[0] != 0 or any(b < a for a, b in itertools.pairwise(starts)):
             raise ValueError("cu_seqlens: expected numbers that begin with 0 and do not fall")

@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -137,11 +138,12 @@ class Link:
         """The descriptions of all ranks, in order. An error where they differ in something they must share, or where
         one of them says "error"; the same on every rank."""
         self.call = call
-        mine = self._encoded({"call": call, **description})
-        theirs = [torch.empty_like(mine) for _ in range(self.ranks)]
-        with _aside(self.device) if mine.is_cuda else contextlib.nullcontext(), self._explained():
+        text = _encoded({"call": call, **description})
+        with _aside(self.blocking_device), self._explained():
+            mine = torch.frombuffer(text, dtype=torch.uint8).to(self.blocking_device)
+            theirs = [torch.empty_like(mine) for _ in range(self.ranks)]
             dist.all_gather(theirs, mine, group=self.group)
-            told = [json.loads(bytes(t.cpu().tolist()).rstrip(b"\0").decode()) for t in theirs]
+            told = [json.loads(bytes(t).rstrip(b"\0").decode()) for t in torch.stack(theirs).tolist()]
         broken = [f"rank {r}: {one['error']}" for r, one in enumerate(told) if "error" in one]
         if broken:
             raise DisagreementError(f"heed.distributed: {call}: {'; '.join(broken)}")
@@ -151,16 +153,6 @@ class Link:
                 listed = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
                 raise DisagreementError(f"heed.distributed: {call}: {name} differs between ranks ({listed})")
         return told
-
-    def _encoded(self, description: dict[str, Any]) -> torch.Tensor:
-        text = json.dumps(description, separators=(",", ":")).encode()
-        if len(text) > _DESCRIPTION_BYTES and "error" in description:
-            text = json.dumps({"call": description["call"][:80], "error": description["error"][:400]}).encode()
-        if len(text) > _DESCRIPTION_BYTES:
-            raise ValueError(f"the description of a call has {len(text)} bytes, {_DESCRIPTION_BYTES} at most are sent")
-        return torch.frombuffer(bytearray(text.ljust(_DESCRIPTION_BYTES, b"\0")), dtype=torch.uint8).to(
-            self.blocking_device
-        )
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -216,9 +208,24 @@ class Link:
                         r.received_bytes += amount
 
 
+def _encoded(description: dict[str, Any]) -> bytearray:
+    text = json.dumps(description, separators=(",", ":")).encode()
+    if len(text) > _DESCRIPTION_BYTES and "error" in description:
+        text = json.dumps({"call": description["call"][:80], "error": description["error"][:400]}).encode()
+    if len(text) > _DESCRIPTION_BYTES:
+        raise ValueError(f"the description of a call has {len(text)} bytes, {_DESCRIPTION_BYTES} at most are sent")
+    return bytearray(text.ljust(_DESCRIPTION_BYTES, b"\0"))
+
+
+@lru_cache(maxsize=64)
+def _stream_aside(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _aside(device: torch.device) -> Any:
-    """A stream of its own, behind no work of the caller's."""
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    """A stream of its own, behind no work of the caller's: what the host waits for there is over soon. Memory that is
+    allocated inside belongs to it, too."""
+    return torch.cuda.stream(_stream_aside(device)) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Pending:
