@@ -26,6 +26,8 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_forward_mma 80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED
 #define HEED_NEEDS_backward_mma                                                                                        \
     80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED & ~HEED_USES_RESULTS
+#define HEED_NEEDS_forward_turing 75, 90, 64 * 1024, 128, HEED_USES_ALL & ~HEED_USES_UNALIGNED
+#define HEED_NEEDS_backward_turing 75, 90, 64 * 1024, 128, HEED_USES_ALL & ~HEED_USES_UNALIGNED & ~HEED_USES_RESULTS
 #define HEED_NEEDS_forward_sm90                                                                                        \
     90, 90, 227 * 1024, 256,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SINK | HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SOFTCAP
@@ -49,6 +51,8 @@ HEED_DECLARE_CUDA(forward, portable)
 HEED_DECLARE_CUDA(backward, portable)
 HEED_DECLARE_CUDA(forward, mma)
 HEED_DECLARE_CUDA(backward, mma)
+HEED_DECLARE_CUDA(forward, turing)
+HEED_DECLARE_CUDA(backward, turing)
 HEED_DECLARE_CUDA(forward, sm90)
 HEED_DECLARE_CUDA(forward, split)
 HEED_DECLARE_CUDA(backward, split)

@@ -1,8 +1,8 @@
 /* Backward in plain fp32 arithmetic, for every problem there is, without atomics: each result has one owner, which
  * recomputes what it needs and sums in a fixed order.
  *
- *     dK/dV kernel    owns 128 keys, meets the queries of its group's heads 64 at a time
- *     dQ kernel       owns 128 queries, meets the keys
+ *     dK/dV kernel    owns 128 keys, or 64 of a wide head, and meets the queries of its group's heads
+ *     dQ kernel       owns queries, meets the keys, likewise
  *     dbias kernel    owns a 128 x 64 tile of dbias, meets every pair that bias is broadcast to
  *
  * All three meet a tile the same way: S = Q K^T is parked in shared memory while dP = dO V^T is computed, and then
@@ -10,20 +10,6 @@
  * a few elements at a time, which keeps the registers free for the results. */
 #include "launch.cuh"
 #include "tile_fp32.cuh"
-
-/* A few elements of the tile: one query, C keys starting at key n, those of a thread's row or four neighbours. */
-template <int COUNT, int GROUPS> struct few {
-    static constexpr int R = 1, C = COUNT;
-    static constexpr bool EXACT = true;
-    float X[COUNT];
-    int i, n, first, last;
-    __device__ float &at(int, int c) { return X[c]; }
-    __device__ int row(int) const { return i; }
-    static __device__ constexpr int apart(int c) { return GROUPS ? column_of<(GROUPS ? GROUPS : 1)>(0, c) : c; }
-    __device__ int key(int c) const { return n + apart(c); }
-    __device__ int low(int) const { return first; }
-    __device__ int high(int) const { return last; }
-};
 
 struct row_facts {
     float lse, delta; /* lse is +inf for a row without gradient, so that its P is 0 */
@@ -42,60 +28,85 @@ __device__ static row_facts facts_of(const args &a, const span &q, const head &x
     return f;
 }
 
-/* From S in t and dP: leaves dS in dP, and what dV needs, P after dropout, in t. With to_scores dS is taken with
- * respect to q.k, else with respect to S, as dbias wants it. */
-template <class T>
-__device__ static void differentiate(T &t, float (&dP)[T::C], float lse, float delta, const args &a, const span &q,
-                                     const head &x, bool whole, bool to_scores)
+/* A tile of S, parked in shared memory, and dP in X become P after dropout, as dV wants it, where S was, and dS in X.
+ * With to_scores dS is taken with respect to q.k, else with respect to S, as dbias wants it. whole: the band hides
+ * nothing in this tile. */
+template <bool KEY_MAJOR, int WIDTH, int N>
+__device__ static void differentiate(float (&X)[8][N], shared_fp32<WIDTH, N> &s, const args &a, int i0, int n0,
+                                     bool whole, bool to_scores)
 {
-    float slope[1][T::C];
-    score_with_slope(t, slope, a, q, x, whole);
-    uint32_t kept = a.drop_below ? draw(t, 0, a, q, x, seed_of(a)) : ~0u;
+    constexpr int COUNT = KEY_MAJOR ? 1 : 2, QUERIES = KEY_MAJOR ? N : 8; /* at a time, and in all */
+    const span &q = s.sequence;
+    const head &x = s.of;
+    const uint64_t kept = a.drop_below ? draw_all<WIDTH, KEY_MAJOR, QUERIES>(a, q, x, i0, n0) : 0;
 #pragma unroll
-    for (int c = 0; c < T::C; c++) {
-        const float exponent = t.at(0, c) - lse; /* at most 0, but for the rounding of large numbers; NaN stays */
-        const float P = expf(exponent > 0.0f ? 0.0f : exponent), keep = kept >> c & 1 ? a.keep_scale : 0.0f;
-        /* P = 0 hides the pair, whatever dP came out as */
-        dP[c] = P == 0.0f ? 0.0f : P * (keep * dP[c] - delta) * (to_scores ? slope[0][c] : 1.0f);
-        t.at(0, c) = P * keep;
+    for (int first = 0; first < QUERIES; first += COUNT) {
+        own_scores<WIDTH, KEY_MAJOR, COUNT> S = { {}, s.low, s.high, i0, n0, first };
+        float slope[COUNT][8];
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+            if (KEY_MAJOR) {
+                if (c % 4 == 0)
+                    load_four(&S.X[0][c], tile_at(s, s.column_of(first), s.row_of(c)));
+            } else {
+                const float *two = tile_at(s, s.column_of(c), s.row_of(first));
+                S.X[0][c] = two[0], S.X[COUNT - 1][c] = two[1];
+            }
+        score_with_slope(S, slope, a, q, x, whole);
+#pragma unroll
+        for (int r = 0; r < COUNT; r++) {
+            const float lse = s.lse[S.down(r)], delta = s.delta[S.down(r)];
+#pragma unroll
+            for (int c = 0; c < 8; c++) {
+                const float exponent = S.X[r][c] -
+                                       lse; /* at most 0, but for the rounding of large numbers; NaN stays */
+                const float P = expf(exponent > 0.0f ? 0.0f : exponent);
+                const float keep = !a.drop_below ? 1.0f : kept >> (8 * (first + r) + c) & 1 ? a.keep_scale : 0.0f;
+                float &dP = KEY_MAJOR ? X[c][first % N] : X[first + r][c % N];
+                /* P = 0 hides the pair, whatever dP came out as */
+                dP = P == 0.0f ? 0.0f : P * (keep * dP - delta) * (to_scores ? slope[r][c] : 1.0f);
+                S.X[r][c] = P * keep;
+            }
+        }
+        if (KEY_MAJOR)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                *(float4 *)tile_at(s, s.column_of(first),
+                                   s.row_of(4 * half)) = make_float4(S.X[0][4 * half], S.X[0][4 * half + 1],
+                                                                     S.X[0][4 * half + 2], S.X[0][4 * half + 3]);
     }
 }
 
 /* ---- dQ ---------------------------------------------------------------------------------------------------------- */
 
-/* dS of the tile at keys n0, from offsets and facts in shared memory, into X. Used by the dQ and the dbias kernel. */
-template <int GROUPS, int WIDTH>
-__device__ static void query_tile(float (&X)[8][COLUMNS / GROUPS], shared_fp32<GROUPS, WIDTH> &s, const args &a,
-                                  const span &q, const head &x, int i0, int n0, bool whole, bool to_scores)
+/* dS of the tile at keys n0, from offsets and facts in shared memory, into X. then(slot): see multiply_rows(). */
+template <int WIDTH, class Then>
+__device__ static void query_tile(float (&X)[8][8], shared_fp32<WIDTH> &s, int &slot, const args &a, int i0, int n0,
+                                  bool whole, bool to_scores, Then then)
 {
-    if (threadIdx.x < COLUMNS) {
-        int n = n0 + threadIdx.x;
-        s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, x.hk, n) : NOWHERE;
-        s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, x.hk, n) : NOWHERE;
+    const span &q = s.sequence;
+    const rows_of Q = { a.q, s.row[0], a.D }, K = { a.k, s.column[0], a.D };
+    const rows_of dO = { a.d_o, s.row[1], a.Dv }, V = { a.v, s.column[1], a.Dv };
+    if (threadIdx.x < s.COLUMNS) {
+        const int n = n0 + threadIdx.x;
+        s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, s.of.hk, n) : NOWHERE;
+        s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, s.of.hk, n) : NOWHERE;
     }
     __syncthreads();
+    start_rows(s, slot, Q, K, 0);
     clear(X);
-    multiply_rows(X, s, a.q, s.row[0], a.k, s.column[0], a.D); /* S  = Q K^T */
+    multiply_rows(X, s, slot, Q, K, [&](int free) { start_rows(s, free, dO, V, 0); }); /* S  = Q K^T */
     write_tile(s, X);
     clear(X);
-    multiply_rows(X, s, a.d_o, s.row[1], a.v, s.column[1], a.Dv); /* dP = dO V^T */
-    const int g = group_row<GROUPS>();
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-        const int row = row_of(g, r);
-        few<COLUMNS / GROUPS, GROUPS> S = { {}, i0 + row, n0 + group_column<GROUPS>(), s.low[row], s.high[row] };
-#pragma unroll
-        for (int c = 0; c < COLUMNS / GROUPS; c++)
-            S.X[c] = own_element(s, r, c);
-        differentiate(S, X[r], s.lse[row], s.delta[row], a, q, x, whole, to_scores);
-    }
+    multiply_rows(X, s, slot, dO, V, then); /* dP = dO V^T */
+    differentiate<false>(X, s, a, i0, n0, whole, to_scores);
 }
 
-template <int GROUPS, int WIDTH>
-__device__ static void meet_queries(shared_fp32<GROUPS, WIDTH> &s, const args &a, const span &q, const head &x, int i0)
+template <int WIDTH>
+__device__ static void meet_queries(shared_fp32<WIDTH> &s, const args &a, const span &q, const head &x, int i0)
 {
     __syncthreads();
-    if (threadIdx.x < ROWS) {
+    if (threadIdx.x < s.ROWS) {
         const int i = i0 + threadIdx.x;
         const row_facts f = facts_of(a, q, x, i);
         s.row[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
@@ -107,48 +118,50 @@ __device__ static void meet_queries(shared_fp32<GROUPS, WIDTH> &s, const args &a
     __syncthreads();
 }
 
-template <int GROUPS, int WIDTH>
-__global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
-    dq_portable(const __grid_constant__ args a, int tiles, int slices)
+template <int WIDTH>
+__global__ void __launch_bounds__(THREADS, 2) dq_portable(const __grid_constant__ args a, int tiles, int slices)
 {
     extern __shared__ float4 memory[];
-    auto &s = *(shared_fp32<GROUPS, WIDTH> *)memory;
+    auto &s = *(shared_fp32<WIDTH> *)memory;
     unsigned index = blockIdx.x;
     const int slice = index % slices * WIDTH;
     index /= slices;
-    const int i0 = (tiles - 1 - index % tiles) * ROWS;
-    index /= tiles;
+    const unsigned heads = a.B * a.Hq;
+    const int i0 = (tiles - 1 - index / heads) * s.ROWS; /* under a causal band the longest come first */
+    index %= heads;
     meet_head(s, a, index / a.Hq, index % a.Hq);
     const span &q = s.sequence;
     const head &x = s.of;
     if (i0 >= q.rows)
         return;
-    const int rows = min(ROWS, q.rows - i0);
+    const int rows = min(s.ROWS, q.rows - i0);
     meet_queries(s, a, q, x, i0);
 
-    float dQ[8][WIDTH / GROUPS];
+    float dQ[8][8];
     clear(dQ);
+    const rows_of K = { a.k, s.column[0], a.D };
     const int first = min(s.low[0], s.low[rows - 1]), last = max(s.high[0], s.high[rows - 1]);
     const int inside = max(s.low[0], s.low[rows - 1]), outside = min(s.high[0], s.high[rows - 1]);
-    for (int n0 = first / 8 * 8; n0 < last; n0 += COLUMNS) {
-        float dS[8][COLUMNS / GROUPS];
-        query_tile(dS, s, a, q, x, i0, n0, n0 >= inside && n0 + COLUMNS <= outside, true);
+    int slot = 0;
+    for (int n0 = first / 8 * 8; n0 < last; n0 += s.COLUMNS) {
+        float dS[8][8];
+        query_tile(dS, s, slot, a, i0, n0, n0 >= inside && n0 + s.COLUMNS <= outside, true,
+                   [&](int free) { start_slice(s, free, K, 0, slice); });
         write_tile(s, dS);
-        multiply_tile(dQ, s, a.k, s.column[0], slice, a.D); /* dQ += dS K */
+        multiply_tile(dQ, s, slot, K, slice); /* dQ += dS K */
     }
-    store_slice<GROUPS, WIDTH>(dQ, a.d_q, slice, a.D, a.accumulate, [&](int row) {
+    store_slice<WIDTH>(dQ, a.d_q, slice, a.D, a.accumulate, [&](int row) {
         return i0 + row < q.rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;
     });
 }
 
 /* ---- dK and dV --------------------------------------------------------------------------------------------------- */
 
-/* Offsets, band and facts of the 64 queries from i0 on. Here queries are columns. */
-template <int GROUPS, int WIDTH>
-__device__ static void meet_query_columns(shared_fp32<GROUPS, WIDTH> &s, const args &a, const span &q, const head &x,
-                                          int i0)
+/* Offsets, band and facts of the queries from i0 on. Here queries are columns. */
+template <int WIDTH, int N>
+__device__ static void meet_query_columns(shared_fp32<WIDTH, N> &s, const args &a, const span &q, const head &x, int i0)
 {
-    if (threadIdx.x < COLUMNS) {
+    if (threadIdx.x < s.COLUMNS) {
         const int i = i0 + threadIdx.x;
         const row_facts f = facts_of(a, q, x, i);
         s.column[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
@@ -160,98 +173,99 @@ __device__ static void meet_query_columns(shared_fp32<GROUPS, WIDTH> &s, const a
     __syncthreads();
 }
 
-/* P goes to the shared tile in place of S, dS in place of dP: four neighbouring keys of one query at a time. */
-template <int GROUPS, int WIDTH>
-__device__ static void differentiate_keys(float (&X)[8][COLUMNS / GROUPS], shared_fp32<GROUPS, WIDTH> &s, const args &a,
-                                          const span &q, const head &x, int i0, int n0)
+/* Where shared memory is plenty, dK waits there for its turn, each thread's share with its owner, and so leaves the
+ * registers for whole tiles of scores; else the tiles are half as wide. */
+template <int WIDTH, bool PLENTY> struct shared_dkv : shared_fp32<WIDTH, PLENTY ? 8 : 4> {
+    float4 waiting[PLENTY ? 16 : 1][THREADS];
+};
+
+template <bool PLENTY> __device__ static void put_away(float4 (*waiting)[THREADS], const float (&Y)[8][8])
 {
-    const int g = group_row<GROUPS>(), t = group_column<GROUPS>();
 #pragma unroll
-    for (int c = 0; c < COLUMNS / GROUPS; c++) {
-        const int column = column_of<GROUPS>(t, c);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float4 *four = tile_at(s.tile, column, g / 4 + 16 * half);
-            const float4 raw = *four;
-            few<4, 0> S = {
-                { raw.x, raw.y, raw.z, raw.w }, i0 + column, n0 + g + 64 * half, s.low[column], s.high[column]
-            };
-            float dP[4] = { X[4 * half][c], X[4 * half + 1][c], X[4 * half + 2][c], X[4 * half + 3][c] };
-            differentiate(S, dP, s.lse[column], s.delta[column], a, q, x, false, true);
-            *four = make_float4(S.X[0], S.X[1], S.X[2], S.X[3]);
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                X[4 * half + e][c] = dP[e];
-        }
-    }
+    for (int e = 0; PLENTY && e < 16; e++)
+        waiting[e][threadIdx.x] = *(const float4 *)&Y[e / 2][e % 2 * 4];
 }
 
-template <int GROUPS, int WIDTH>
-__global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
-    dkv_portable(const __grid_constant__ args a, int tiles, int slices)
+template <bool PLENTY> __device__ static void take_back(float (&Y)[8][8], const float4 (*waiting)[THREADS])
+{
+#pragma unroll
+    for (int e = 0; PLENTY && e < 16; e++)
+        *(float4 *)&Y[e / 2][e % 2 * 4] = waiting[e][threadIdx.x];
+}
+
+template <int WIDTH, bool PLENTY>
+__global__ void __launch_bounds__(THREADS, 2) dkv_portable(const __grid_constant__ args a, int tiles, int slices)
 {
     extern __shared__ float4 memory[];
-    auto &s = *(shared_fp32<GROUPS, WIDTH> *)memory;
+    auto &all = *(shared_dkv<WIDTH, PLENTY> *)memory;
+    shared_fp32<WIDTH, PLENTY ? 8 : 4> &s = all;
     unsigned index = blockIdx.x;
     const int slice = index % slices * WIDTH;
     index /= slices;
-    const int n0 = index % tiles * ROWS;
-    index /= tiles;
-    const int hk = index % a.Hk;
-    const int b = index / a.Hk;
+    const unsigned heads = a.B * a.Hk;
+    const int n0 = index / heads * s.ROWS, hk = index % heads % a.Hk, b = index % heads / a.Hk;
     meet_head(s, a, b, hk * a.G);
     const span &q = s.sequence;
-    const head &x = s.of;
     if (n0 >= q.keys)
         return;
-    if (threadIdx.x < ROWS) {
+    if (threadIdx.x < s.ROWS) {
         int n = n0 + threadIdx.x;
         s.row[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, hk, n) : NOWHERE;
         s.row[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, hk, n) : NOWHERE;
     }
-    float dK[8][WIDTH / GROUPS], dV[8][WIDTH / GROUPS];
+    const rows_of K = { a.k, s.row[0], a.D }, V = { a.v, s.row[1], a.Dv };
+    const rows_of Q = { a.q, s.column[0], a.D }, dO = { a.d_o, s.column[1], a.Dv };
+    float dK[8][8], dV[8][8];
     clear(dK);
     clear(dV);
+    put_away<PLENTY>(all.waiting, dK);
     int first, last, first_of_end, last_of_end;
     band_of_key(a, q, n0, first, last);
-    band_of_key(a, q, min(n0 + ROWS, q.keys) - 1, first_of_end, last_of_end);
+    band_of_key(a, q, min(n0 + s.ROWS, q.keys) - 1, first_of_end, last_of_end);
+    const int inside = max(first, first_of_end), outside = min(last, last_of_end);
     first = min(first, first_of_end), last = max(last, last_of_end);
 
+    int slot = 0;
     for (int h = hk * a.G; h < (hk + 1) * a.G; h++) {
         meet_head(s, a, b, h);
-        for (int i0 = first; i0 < last; i0 += COLUMNS) {
-            float X[8][COLUMNS / GROUPS];
-            meet_query_columns(s, a, q, x, i0);
+        for (int i0 = first; i0 < last; i0 += s.COLUMNS) {
+            float X[8][PLENTY ? 8 : 4];
+            meet_query_columns(s, a, q, s.of, i0);
+            start_rows(s, slot, K, Q, 0);
             clear(X);
-            multiply_rows(X, s, a.k, s.row[0], a.q, s.column[0], a.D); /* S^T  = K Q^T */
+            multiply_rows(X, s, slot, K, Q, [&](int free) { start_rows(s, free, V, dO, 0); }); /* S^T  = K Q^T */
             write_tile(s, X);
             clear(X);
-            multiply_rows(X, s, a.v, s.row[1], a.d_o, s.column[1], a.Dv); /* dP^T = V dO^T */
-            differentiate_keys(X, s, a, q, x, i0, n0);
-            if (a.d_v.data && slice < a.Dv)
-                multiply_tile(dV, s, a.d_o, s.column[1], slice, a.Dv); /* dV += P^T dO */
-            if (a.d_k.data && slice < a.D) {
-                write_tile(s, X);
-                multiply_tile(dK, s, a.q, s.column[0], slice, a.D); /* dK += dS^T Q */
-            }
+            multiply_rows(X, s, slot, V, dO, [&](int free) { start_slice(s, free, dO, 0, slice); }); /* dP^T = V dO^T */
+            differentiate<true>(X, s, a, i0, n0, i0 >= inside && i0 + s.COLUMNS <= outside, true);
+            multiply_tile(dV, s, slot, dO, slice); /* dV += P^T dO */
+            start_slice(s, slot, Q, 0, slice);
+            __syncthreads();
+            write_tile(s, X);
+            take_back<PLENTY>(dK, all.waiting);
+            multiply_tile(dK, s, slot, Q, slice); /* dK += dS^T Q */
+            put_away<PLENTY>(all.waiting, dK);
             __syncthreads();
         }
     }
+    take_back<PLENTY>(dK, all.waiting);
     auto own = [&](const view &t) {
         return [&](int row) { return n0 + row < q.keys ? key_at(a, q, t, hk, n0 + row) : NOWHERE; };
     };
     if (a.d_v.data)
-        store_slice<GROUPS, WIDTH>(dV, a.d_v, slice, a.Dv, a.accumulate, own(a.d_v));
+        store_slice<WIDTH>(dV, a.d_v, slice, a.Dv, a.accumulate, own(a.d_v));
     if (a.d_k.data)
-        store_slice<GROUPS, WIDTH>(dK, a.d_k, slice, a.D, a.accumulate, own(a.d_k));
+        store_slice<WIDTH>(dK, a.d_k, slice, a.D, a.accumulate, own(a.d_k));
 }
 
 /* ---- dbias ------------------------------------------------------------------------------------------------------- */
 
 /* Where bias has one row, or one column, for all: those of a tile are summed too, in the shared tile, and the tiles of
  * the whole row or column are met by the one block that owns it. */
-__device__ static void store_bias(const args &a, float (*tile)[ROWS], int b, int h, int i0, int n0, int keys)
+template <int WIDTH>
+__device__ static void store_bias(const args &a, shared_fp32<WIDTH> &s, int b, int h, int i0, int n0, int keys)
 {
+    constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
     const bool one_row = a.bias_shape[2] == 1, one_column = a.bias_shape[3] == 1;
     const int rows = one_row ? 1 : min(ROWS, a.bias_shape[2] - i0), columns = one_column ? 1 : min(COLUMNS, keys - n0);
     for (int e = threadIdx.x; e < rows * columns; e += blockDim.x) {
@@ -259,18 +273,20 @@ __device__ static void store_bias(const args &a, float (*tile)[ROWS], int b, int
         float sum = 0.0f;
         for (int c = one_column ? 0 : column; c < (one_column ? COLUMNS : column + 1); c++)
             for (int r = one_row ? 0 : row; r < (one_row ? ROWS : row + 1); r++)
-                sum += ((float *)tile_at(tile, c, r / 4))[r % 4];
+                sum += *tile_at(s, c, r);
         int64_t j = one_column ? 0 : a.col + (n0 + column) * a.col_step;
         store(a.d_bias, row_at(a.d_bias, b, h, one_row ? 0 : i0 + row) + j * a.d_bias.stride[3], sum);
     }
 }
 
-__global__ void __launch_bounds__(128, 2)
+constexpr int BIAS_WIDTH = 64;
+
+__global__ void __launch_bounds__(THREADS, 2)
     dbias_portable(const __grid_constant__ args a, int tiles, int key_tiles, int keys)
 {
-    constexpr int GROUPS = 8, WIDTH = 64;
     extern __shared__ float4 memory[];
-    auto &s = *(shared_fp32<GROUPS, WIDTH> *)memory;
+    auto &s = *(shared_fp32<BIAS_WIDTH> *)memory;
+    constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
     const bool one_row = a.bias_shape[2] == 1, one_column = a.bias_shape[3] == 1;
     const bool one_head = a.bias_shape[1] == 1, one_batch = a.bias_shape[0] == 1;
     unsigned index = blockIdx.x;
@@ -280,7 +296,8 @@ __global__ void __launch_bounds__(128, 2)
 
     const span &q = s.sequence;
     const head &x = s.of;
-    float sum[8][COLUMNS / GROUPS];
+    float sum[8][8];
+    int slot = 0;
     clear(sum);
     for (int b = own_b; b < (one_batch ? a.B : own_b + 1); b++) {
         for (int h = own_h; h < (one_head ? a.Hq : own_h + 1); h++) {
@@ -292,12 +309,12 @@ __global__ void __launch_bounds__(128, 2)
                 for (int n0 = own_n; n0 < (one_column ? q.keys : min(q.keys, own_n + 1)); n0 += COLUMNS) {
                     if (n0 >= last || n0 + COLUMNS <= first)
                         continue;
-                    float dS[8][COLUMNS / GROUPS];
-                    query_tile(dS, s, a, q, x, i0, n0, false, false);
+                    float dS[8][8];
+                    query_tile(dS, s, slot, a, i0, n0, false, false, [](int) {});
 #pragma unroll
                     for (int r = 0; r < 8; r++)
 #pragma unroll
-                        for (int c = 0; c < COLUMNS / GROUPS; c++)
+                        for (int c = 0; c < 8; c++)
                             sum[r][c] += dS[r][c];
                     __syncthreads();
                 }
@@ -306,7 +323,7 @@ __global__ void __launch_bounds__(128, 2)
     }
     write_tile(s, sum);
     __syncthreads();
-    store_bias(a, s.tile, own_b, own_h, own_i, own_n, keys);
+    store_bias(a, s, own_b, own_h, own_i, own_n, keys);
 }
 
 heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x)
@@ -318,26 +335,36 @@ heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x)
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     if (status || keys == 0 || a.Sq == 0 || a.B == 0)
         return status;
-    const int64_t tiles = tiles_of(shape[2], ROWS), key_tiles = shape[3] == 1 ? 1 : tiles_of(keys, COLUMNS);
-    return launch(dbias_portable, shape[0] * shape[1] * tiles * key_tiles, 128, sizeof(shared_fp32<8, 64>), x, a,
-                  (int)tiles, (int)key_tiles, (int)keys);
+    typedef shared_fp32<BIAS_WIDTH> shared;
+    const int64_t tiles = tiles_of(shape[2], shared::ROWS);
+    const int64_t key_tiles = shape[3] == 1 ? 1 : tiles_of(keys, shared::COLUMNS);
+    return launch(dbias_portable, shape[0] * shape[1] * tiles * key_tiles, THREADS, sizeof(shared), x, a, (int)tiles,
+                  (int)key_tiles, (int)keys);
 }
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
-template <int GROUPS, int WIDTH> static heed_status run_dq(const args &a, const heed_exec *x)
+template <int WIDTH> static heed_status run_dq(const args &a, const heed_exec *x)
 {
-    int64_t tiles = tiles_of(a.Sq, ROWS), slices = tiles_of(a.D, WIDTH);
-    return launch(dq_portable<GROUPS, WIDTH>, tiles * slices * a.Hq * a.B, 16 * GROUPS,
-                  sizeof(shared_fp32<GROUPS, WIDTH>), x, a, (int)tiles, (int)slices);
+    typedef shared_fp32<WIDTH> shared;
+    int64_t tiles = tiles_of(a.Sq, shared::ROWS), slices = tiles_of(a.D, WIDTH);
+    return launch(dq_portable<WIDTH>, tiles * slices * a.Hq * a.B, THREADS, sizeof(shared), x, a, (int)tiles,
+                  (int)slices);
 }
 
-template <int GROUPS, int WIDTH> static heed_status run_dkv(const args &a, const heed_exec *x)
+template <int WIDTH, bool PLENTY> static heed_status run_dkv(const args &a, const heed_exec *x)
 {
+    typedef shared_dkv<WIDTH, PLENTY> shared;
     int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    int64_t tiles = tiles_of(keys, ROWS), slices = tiles_of(HEED_MAX(a.D, a.Dv), WIDTH);
-    return launch(dkv_portable<GROUPS, WIDTH>, tiles * slices * a.Hk * a.B, 16 * GROUPS,
-                  sizeof(shared_fp32<GROUPS, WIDTH>), x, a, (int)tiles, (int)slices);
+    int64_t tiles = tiles_of(keys, shared::ROWS), slices = tiles_of(HEED_MAX(a.D, a.Dv), WIDTH);
+    return launch(dkv_portable<WIDTH, PLENTY>, tiles * slices * a.Hk * a.B, THREADS, sizeof(shared), x, a, (int)tiles,
+                  (int)slices);
+}
+
+template <int WIDTH> static heed_status run_dkv(const args &a, const heed_plan *plan, const heed_exec *x)
+{
+    return plan->device.shared_bytes < sizeof(shared_dkv<WIDTH, true>) ? run_dkv<WIDTH, false>(a, x)
+                                                                       : run_dkv<WIDTH, true>(a, x);
 }
 
 size_t heed_backward_workspace_portable(const heed_problem *p, const heed_plan *plan)
@@ -348,21 +375,12 @@ size_t heed_backward_workspace_portable(const heed_problem *p, const heed_plan *
 
 heed_status heed_backward_portable(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    (void)plan;
-    on_device device(x->device);
-    args a;
-    heed_status status = device.status;
-    if (!status)
-        status = heed_cuda_args(p, &a);
-    if (!status)
-        status = heed_cuda_prepare_backward(p, &a, x);
-    if (!status)
-        status = heed_cuda_sink_gradient(a, x);
-    if (!status)
-        status = heed_cuda_bias_gradient(a, x);
+    prologue call(p, x);
+    const args &a = call.a;
+    heed_status status = call.status;
     if (!status && a.d_q.data)
-        status = a.D <= 64 ? run_dq<8, 64>(a, x) : run_dq<16, 128>(a, x);
+        status = a.D <= 64 ? run_dq<64>(a, x) : run_dq<128>(a, x);
     if (!status && (a.d_k.data || a.d_v.data))
-        status = a.D <= 64 && a.Dv <= 64 ? run_dkv<16, 64>(a, x) : run_dkv<16, 128>(a, x);
+        status = a.D <= 64 && a.Dv <= 64 ? run_dkv<64>(a, plan, x) : run_dkv<128>(a, plan, x);
     return status;
 }

@@ -176,6 +176,7 @@ heed_status heed_cuda_args(const heed_problem *p, args *a)
     a->Sq = (int)p->Sq, a->Sk = (int)p->Sk, a->D = (int)p->D, a->Dv = (int)p->Dv;
     a->q_rows = (int)in.q.shape[2], a->k_rows = p->page ? a->Sk : (int)in.k.shape[2];
     a->scale = in.scale, a->softcap = in.softcap;
+    a->scale_log2 = in.scale * 1.4426950408889634f;
     a->align = in.align, a->left = p->left, a->right = p->right;
     place_keys(p, a);
     a->lengths_q = in.lengths_q, a->lengths_k = in.lengths_k;
@@ -185,6 +186,10 @@ heed_status heed_cuda_args(const heed_problem *p, args *a)
     a->drop_below = p->drop_below;
     a->keep_scale = 65536.0f / (65536.0f - (float)p->drop_below);
     a->seed = in.dropout_seed, a->seed_at = in.dropout_seed_at;
+    if (!a->lengths_q && !a->lengths_k && !a->offsets_q && !a->offsets_k) {
+        a->all = span_of(*a, 0);
+        a->uniform = 1;
+    }
     return HEED_OK;
 }
 

@@ -1,22 +1,8 @@
 /* Forward in plain fp32 arithmetic, for every problem there is: O = softmax(S) V by the online softmax. A block owns
- * 128 rows of one head and a slice of V's columns, and meets the keys 64 at a time; a head with more than one slice
- * computes its scores once for each. */
+ * 128 rows of one head, or 64 of a wide one, and a slice of V's columns, and meets the keys a tile at a time; a head
+ * with more than one slice computes its scores once for each. */
 #include "launch.cuh"
 #include "tile_fp32.cuh"
-
-/* One row of a thread's scores. */
-template <int GROUPS> struct own_row {
-    static constexpr int R = 1, C = COLUMNS / GROUPS;
-    static constexpr bool EXACT = true;
-    float (&X)[C];
-    int i, n, first, last;
-    __device__ float &at(int, int c) { return X[c]; }
-    __device__ int row(int) const { return i; }
-    static __device__ constexpr int apart(int c) { return column_of<GROUPS>(0, c); }
-    __device__ int key(int c) const { return n + apart(c); }
-    __device__ int low(int) const { return first; }
-    __device__ int high(int) const { return last; }
-};
 
 /* The threads of a row are neighbours. */
 template <int GROUPS> __device__ static float row_max(float x)
@@ -35,130 +21,128 @@ template <int GROUPS> __device__ static float row_sum(float x)
     return x;
 }
 
-/* P = exp(S - m'), l = l a + sum P, O = O a, with a = exp(m - m'); of one row. */
-template <int GROUPS, int N>
-__device__ static void softmax_step(float (&S)[COLUMNS / GROUPS], float &m, float &l, float (&O)[N])
+/* P = exp(S - m'), l = l a + sum P, O = O a, with a = exp(m - m'). l is the thread's own part of the sum; m lies in shared
+ * memory, read and written by the neighbours that share a row. */
+template <int WIDTH>
+__device__ static void softmax_step(float (&S)[8][8], shared_fp32<WIDTH> &s, float *m, float (&l)[8], float (&O)[8][8])
 {
-    const float before = m, sum_before = l;
-    float most = before, sum = 0.0f;
 #pragma unroll
-    for (int c = 0; c < COLUMNS / GROUPS; c++)
-        most = fmaxf(most, S[c]);
-    most = row_max<GROUPS>(most);
-    const float base = most == -CUDART_INF_F ? 0.0f : most, rescale = expf(before - base);
+    for (int r = 0; r < 8; r++) {
+        const float before = m[s.row_of(r)];
+        float most = before, sum = 0.0f;
 #pragma unroll
-    for (int c = 0; c < COLUMNS / GROUPS; c++) {
-        S[c] = expf(S[c] - base);
-        sum += S[c];
+        for (int c = 0; c < 8; c++)
+            most = fmaxf(most, S[r][c]);
+        most = row_max<s.CG>(most);
+        const float base = most == -CUDART_INF_F ? 0.0f : most, rescale = expf(before - base);
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            S[r][c] = expf(S[r][c] - base);
+            sum += S[r][c];
+        }
+        if (s.t() == 0) /* all have read it: they met in row_max() */
+            m[s.row_of(r)] = most;
+        l[r] = l[r] * rescale + sum;
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+            O[r][c] *= rescale;
     }
-    sum = row_sum<GROUPS>(sum);
-    __syncwarp();
-    if (threadIdx.x % GROUPS == 0)
-        m = most, l = sum_before * rescale + sum;
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < N; n++)
-        O[n] *= rescale;
 }
 
-template <int GROUPS> __device__ static void drop(own_row<GROUPS> &t, const args &a, const span &s, const head &x)
-{
-    const uint32_t kept = draw(t, 0, a, s, x, seed_of(a));
-#pragma unroll
-    for (int c = 0; c < COLUMNS / GROUPS; c++)
-        t.X[c] = kept >> c & 1 ? t.X[c] * a.keep_scale : 0.0f;
-}
-
-template <int GROUPS, int WIDTH>
-__global__ void __launch_bounds__(16 * GROUPS, GROUPS == 8 ? 2 : 1)
-    forward_portable(const __grid_constant__ args a, int tiles, int slices)
+template <int WIDTH>
+__global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_constant__ args a, int tiles, int slices)
 {
     extern __shared__ float4 memory[];
-    auto &s = *(shared_fp32<GROUPS, WIDTH> *)memory;
+    auto &s = *(shared_fp32<WIDTH> *)memory;
+    constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
     unsigned index = blockIdx.x;
     const int slice = index % slices * WIDTH;
     index /= slices;
-    const int i0 = (tiles - 1 - index % tiles) * ROWS; /* under a causal band the longest come first */
-    index /= tiles;
+    const unsigned heads = a.B * a.Hq;
+    const int i0 = (tiles - 1 - index / heads) * ROWS; /* under a causal band the longest come first */
+    index %= heads;
     meet_head(s, a, index / a.Hq, index % a.Hq);
     const span &q = s.sequence;
     const head &x = s.of;
     if (i0 >= q.rows)
         return;
     const int rows = min(ROWS, q.rows - i0);
-    float *m = s.lse, *l = s.delta; /* of each row; written and read by the neighbours that share it */
     if (threadIdx.x < ROWS) {
         const int i = i0 + threadIdx.x;
         s.row[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
+        s.lse[threadIdx.x] = -CUDART_INF_F;
         band_of_row(a, q, min(i, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
-        m[threadIdx.x] = -CUDART_INF_F, l[threadIdx.x] = 0.0f;
     }
     __syncthreads();
-    float O[8][WIDTH / GROUPS];
+    float *m = s.lse, O[8][8], l[8];
     clear(O);
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+        l[r] = 0.0f;
 
+    const rows_of Q = { a.q, s.row[0], a.D }, K = { a.k, s.column[0], a.D }, V = { a.v, s.column[1], a.Dv };
     const int first = min(s.low[0], s.low[rows - 1]), last = max(s.high[0], s.high[rows - 1]);
     const int inside = max(s.low[0], s.low[rows - 1]), outside = min(s.high[0], s.high[rows - 1]);
+    int slot = 0;
     for (int n0 = first / 8 * 8; n0 < last; n0 += COLUMNS) {
         if (threadIdx.x < COLUMNS) {
-            int n = n0 + threadIdx.x;
+            const int n = n0 + threadIdx.x;
             s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, x.hk, n) : NOWHERE;
             s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, x.hk, n) : NOWHERE;
         }
         __syncthreads();
-        float S[8][COLUMNS / GROUPS];
-        clear(S);
-        multiply_rows(S, s, a.q, s.row[0], a.k, s.column[0], a.D); /* S  = Q K^T */
-        const bool whole = n0 >= inside && n0 + COLUMNS <= outside;
+        own_scores<WIDTH, false, 8> S = { {}, s.low, s.high, i0, n0, 0 };
+        start_rows(s, slot, Q, K, 0);
+        multiply_rows(S.X, s, slot, Q, K, [&](int free) { start_slice(s, free, V, 0, slice); }); /* S  = Q K^T */
+        score(S, a.scale, a, q, x, n0 >= inside && n0 + COLUMNS <= outside);
+        softmax_step(S.X, s, m, l, O);
+        if (a.drop_below) {
+            const uint64_t kept = draw_all<WIDTH, false, 8>(a, q, x, i0, n0);
 #pragma unroll
-        for (int r = 0; r < 8; r++) {
-            const int row = row_of(group_row<GROUPS>(), r);
-            own_row<GROUPS> own = { S[r], i0 + row, n0 + group_column<GROUPS>(), s.low[row], s.high[row] };
-            score(own, a, q, x, whole);
-            softmax_step<GROUPS>(S[r], m[row], l[row], O[r]);
-            if (a.drop_below)
-                drop(own, a, q, x);
+            for (int r = 0; r < 8; r++)
+#pragma unroll
+                for (int c = 0; c < 8; c++)
+                    S.X[r][c] = kept >> (8 * r + c) & 1 ? S.X[r][c] * a.keep_scale : 0.0f;
         }
-        write_tile(s, S);
-        float PV[8][WIDTH / GROUPS]; /* summed apart: over many keys that is the more accurate */
+        write_tile(s, S.X);
+        float PV[8][8]; /* summed apart: over many keys that is the more accurate */
         clear(PV);
-        multiply_tile(PV, s, a.v, s.column[1], slice, a.Dv); /* O += P V */
+        multiply_tile(PV, s, slot, V, slice); /* O += P V */
 #pragma unroll
         for (int r = 0; r < 8; r++)
 #pragma unroll
-            for (int n = 0; n < WIDTH / GROUPS; n++)
-                O[r][n] += PV[r][n];
+            for (int c = 0; c < 8; c++)
+                O[r][c] += PV[r][c];
     }
 
+    __syncthreads(); /* m is that of the last tile */
     const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
-    const int g = group_row<GROUPS>();
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-        const int row = row_of(g, r);
-        float sum = l[row], most = fmaxf(m[row], sink), rescale = 0.0f;
+        const int i = i0 + s.row_of(r);
+        const float own = m[s.row_of(r)];
+        float sum = row_sum<s.CG>(l[r]), most = fmaxf(own, sink), rescale = 0.0f;
         if (sum != 0.0f) { /* else the row saw no key */
-            rescale = expf(m[row] - most);
+            rescale = expf(own - most);
             sum = sum * rescale + expf(sink - most);
             rescale /= sum;
         }
 #pragma unroll
-        for (int n = 0; n < WIDTH / GROUPS; n++)
-            O[r][n] *= rescale;
-        const int i_own = i0 + row;
-        if (a.lse.data && slice == 0 && threadIdx.x % GROUPS == 0 && i_own < q.rows)
-            store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i_own),
-                  sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
+        for (int c = 0; c < 8; c++)
+            O[r][c] *= rescale;
+        if (a.lse.data && slice == 0 && s.t() == 0 && i < q.rows)
+            store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
     }
-    store_slice<GROUPS, WIDTH>(O, a.o, slice, a.Dv, false, [&](int row) {
+    store_slice<WIDTH>(O, a.o, slice, a.Dv, false, [&](int row) {
         return i0 + row < q.rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;
     });
 }
 
-template <int GROUPS, int WIDTH> static heed_status run(const args &a, const heed_exec *x)
+template <int WIDTH> static heed_status run(const args &a, const heed_exec *x)
 {
-    int64_t tiles = tiles_of(a.Sq, ROWS), slices = tiles_of(a.Dv, WIDTH);
-    return launch(forward_portable<GROUPS, WIDTH>, tiles * slices * a.Hq * a.B, 16 * GROUPS,
-                  sizeof(shared_fp32<GROUPS, WIDTH>), x, a, (int)tiles, (int)slices);
+    int64_t tiles = tiles_of(a.Sq, shared_fp32<WIDTH>::ROWS), slices = tiles_of(a.Dv, WIDTH);
+    return launch(forward_portable<WIDTH>, tiles * slices * a.Hq * a.B, THREADS, sizeof(shared_fp32<WIDTH>), x, a,
+                  (int)tiles, (int)slices);
 }
 
 size_t heed_forward_workspace_portable(const heed_problem *p, const heed_plan *plan)
@@ -170,14 +154,8 @@ size_t heed_forward_workspace_portable(const heed_problem *p, const heed_plan *p
 heed_status heed_forward_portable(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     (void)plan;
-    on_device device(x->device);
-    args a;
-    heed_status status = device.status;
-    if (!status)
-        status = heed_cuda_args(p, &a);
-    if (!status)
-        status = heed_cuda_prepare_forward(p, a, x);
-    if (status)
-        return status;
-    return a.Dv <= 64 ? run<8, 64>(a, x) : run<16, 128>(a, x);
+    prologue call(p, x);
+    if (call.status)
+        return call.status;
+    return call.a.Dv <= 64 ? run<64>(call.a, x) : run<128>(call.a, x);
 }

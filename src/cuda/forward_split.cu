@@ -98,13 +98,14 @@ __device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], f
 
 template <class Tile> __device__ static void drop(Tile &t, const args &a, const span &s, const head &x)
 {
-    uint32_t kept[Tile::R];
-    draw_tile(t, kept, a, s, x);
+    const uint64_t seed = seed_of(a);
 #pragma unroll
-    for (int r = 0; r < Tile::R; r++)
+    for (int r = 0; r < Tile::R; r++) {
+        const uint32_t kept = draw(t, r, a, s, x, seed);
 #pragma unroll
         for (int c = 0; c < Tile::C; c++)
-            t.at(r, c) = kept[r] >> c & 1 ? t.at(r, c) : 0.0f;
+            t.at(r, c) = kept >> c & 1 ? t.at(r, c) : 0.0f;
+    }
 }
 
 /* Closes a row: from its l and maximum m to lse, and to what O is to be divided by. A sink joins l. */
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
                 for (int e = 0; e < NT * 2; e++)
                     t.at(r, e) *= up, t.at(r, e) *= further;
-            score(t, a, q, x, whole);
+            score(t, a.scale, a, q, x, whole);
         } else {
             if (!whole)
                 hide_outside_band(t);

@@ -18,12 +18,21 @@ struct view {
     int vector; /* columns are contiguous and every row starts at a multiple of 16 bytes */
 };
 
+/* One sequence of the batch, as heed_span of internal.h. */
+struct span {
+    int b, q_batch, k_batch;
+    int q_row, rows, k_row, keys;
+    int64_t p0, p_step, r0, r_step;
+    int unit, low, high; /* steps are 1, and row i sees keys i + low .. i + high - 1, so far as they exist */
+};
+
 struct args {
     view q, k, v, o, lse, mask, bias, alibi, sink;
     view d_o, d_lse, delta, d_q, d_k, d_v, d_bias, d_sink;
     int B, Hq, Hk, G, Sq, Sk, D, Dv;
     int q_rows, k_rows; /* rows of q and k in memory, for each batch index */
     float scale, softcap;
+    float scale_log2; /* scale * log2(e) */
     int align;
     int64_t left, right;
     int64_t col, col_step;          /* key n is number col + n * col_step of its sequence */
@@ -38,6 +47,8 @@ struct args {
     const uint64_t *seed_at;
     int accumulate;
     int bias_shape[4];
+    int uniform; /* no lengths and no offsets: every sequence is `all`, but for its number */
+    span all;
 };
 
 /* Fails where a size is beyond what the kernels count in 32 bits. */
@@ -74,17 +85,11 @@ __device__ inline int64_t row_at(const view &t, int64_t b, int64_t h, int64_t i)
 
 /* ---- Sequences --------------------------------------------------------------------------------------------------- */
 
-struct span {
-    int b, q_batch, k_batch;
-    int q_row, rows, k_row, keys;
-    int64_t p0, p_step, r0, r_step;
-};
-
-__device__ inline int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
+__host__ __device__ inline int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
 /* Where sequence b starts and how long it is. */
-__device__ inline void extent(const int32_t *lengths, const int32_t *offsets, int b, int memory_rows, int longest,
-                              int &start, int &length)
+__host__ __device__ inline void extent(const int32_t *lengths, const int32_t *offsets, int b, int memory_rows,
+                                       int longest, int &start, int &length)
 {
     start = 0, length = longest;
     if (offsets) {
@@ -95,19 +100,34 @@ __device__ inline void extent(const int32_t *lengths, const int32_t *offsets, in
         length = clamp(lengths[b], 0, length);
 }
 
-__device__ inline span span_of(const args &a, int b)
+/* Further than any two positions, which are within 2^61, are apart. */
+#define FAR ((int64_t)1 << 62)
+
+/* Where steps are 1 and sizes below 2^30, the band is two numbers. */
+__host__ __device__ inline void place_band(const args &a, span &s)
 {
-    span s;
-    int Lk;
+    constexpr int MOST = 1 << 30;
+    s.unit = s.p_step == 1 && s.r_step == 1 && a.Sq < MOST && a.Sk < MOST;
+    s.low = a.left >= FAR ? -MOST : clamp(s.p0 - s.r0 - a.left, -MOST, MOST);
+    s.high = a.right >= FAR ? MOST : clamp(s.p0 - s.r0 + a.right + 1, -MOST, MOST);
+}
+
+__host__ __device__ inline span span_of(const args &a, int b)
+{
+    span s = a.all;
+    if (!a.uniform) {
+        int Lk;
+        extent(a.lengths_q, a.offsets_q, b, a.q_rows, a.Sq, s.q_row, s.rows);
+        extent(a.lengths_k, a.offsets_k, b, a.k_rows, a.Sk, s.k_row, Lk);
+        s.p0 = a.align == HEED_ALIGN_BOTTOM_RIGHT ? (int64_t)Lk - s.rows : a.p0;
+        s.p_step = a.p_step, s.r0 = a.r0, s.r_step = a.r_step;
+        const unsigned col = (unsigned)a.col, step = (unsigned)a.col_step; /* below 2^31: see place_keys() */
+        s.keys = (unsigned)Lk > col ? (int)((Lk - col + step - 1) / step) : 0;
+        place_band(a, s);
+    }
     s.b = b;
     s.q_batch = a.offsets_q ? 0 : b;
     s.k_batch = a.offsets_k ? 0 : b;
-    extent(a.lengths_q, a.offsets_q, b, a.q_rows, a.Sq, s.q_row, s.rows);
-    extent(a.lengths_k, a.offsets_k, b, a.k_rows, a.Sk, s.k_row, Lk);
-    s.p0 = a.align == HEED_ALIGN_BOTTOM_RIGHT ? (int64_t)Lk - s.rows : a.p0;
-    s.p_step = a.p_step, s.r0 = a.r0, s.r_step = a.r_step;
-    const unsigned col = (unsigned)a.col, step = (unsigned)a.col_step; /* below 2^31: see place_keys() */
-    s.keys = (unsigned)Lk > col ? (int)((Lk - col + step - 1) / step) : 0;
     return s;
 }
 
@@ -135,12 +155,14 @@ __device__ inline void between(int64_t low, int64_t high, int64_t start, int64_t
     last = max(first, clamp(to + 1, 0, count));
 }
 
-/* Further than any two positions, which are within 2^61, are apart. */
-#define FAR ((int64_t)1 << 62)
-
 /* The keys [first, last) that the band lets row i see. */
 __device__ inline void band_of_row(const args &a, const span &s, int i, int &first, int &last)
 {
+    if (s.unit) {
+        first = min(max(i + s.low, 0), s.keys);
+        last = max(first, min(i + s.high, s.keys));
+        return;
+    }
     int64_t p = s.p0 + i * s.p_step;
     between(a.left >= FAR ? -FAR : p - a.left, a.right >= FAR ? FAR : p + a.right, s.r0, s.r_step, s.keys, first, last);
 }
@@ -148,6 +170,11 @@ __device__ inline void band_of_row(const args &a, const span &s, int i, int &fir
 /* The rows [first, last) that the band lets see key n. */
 __device__ inline void band_of_key(const args &a, const span &s, int n, int &first, int &last)
 {
+    if (s.unit) {
+        first = min(max(n - s.high + 1, 0), s.rows);
+        last = max(first, min(n - s.low + 1, s.rows));
+        return;
+    }
     int64_t r = s.r0 + n * s.r_step;
     between(a.right >= FAR ? -FAR : r - a.right, a.left >= FAR ? FAR : r + a.left, s.p0, s.p_step, s.rows, first, last);
 }

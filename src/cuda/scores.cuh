@@ -31,14 +31,17 @@ __device__ inline head head_of(const args &a, const span &s, int h)
     return x;
 }
 
+/* One comparison for both ends and no branch: a divergent one for each element took longer than the tile's products. */
 template <class T> __device__ inline void hide_outside_band(T &t)
 {
 #pragma unroll
-    for (int r = 0; r < T::R; r++)
+    for (int r = 0; r < T::R; r++) {
+        const int low = t.low(r), before = low - t.key(0);
+        const unsigned visible = t.high(r) - low;
 #pragma unroll
         for (int c = 0; c < T::C; c++)
-            if (t.key(c) < t.low(r) || t.key(c) >= t.high(r))
-                t.at(r, c) = -CUDART_INF_F;
+            t.at(r, c) = (unsigned)(T::apart(c) - before) < visible ? t.at(r, c) : -CUDART_INF_F;
+    }
 }
 
 template <class T> __device__ inline bool exists(const T &t, const span &s, int r, int c)
@@ -54,63 +57,29 @@ __device__ inline int64_t first_element(const T &t, int r, const args &a, const 
     return first + t.row(r) * m.stride[2] + (a.col + t.key(0) * a.col_step) * m.stride[3];
 }
 
-/* Two neighbouring elements at once: where the keys of a pair are neighbours in memory too, and both exist. */
-template <class T> __device__ inline bool in_pairs(const T &t, const span &s, const args &a, const view &m)
-{
-    return T::apart(1) == 1 && m.vector && m.stride[3] == 1 && a.col_step == 1 && t.key(0) % 2 == 0 &&
-           exists(t, s, T::R - 1, T::C - 1);
-}
-
-__device__ inline float2 load_pair(const view &t, int64_t at)
-{
-    if (t.dtype == HEED_F32)
-        return *(const float2 *)((const float *)t.data + at);
-    const uint32_t both = *(const uint32_t *)(t.data + at * 2);
-    return t.dtype == HEED_F16 ? __half22float2(*(const __half2 *)&both)
-                               : __bfloat1622float2(*(const __nv_bfloat162 *)&both);
-}
-
-template <class T> __device__ inline void add_bias(T &t, const args &a, const span &s, const head &x)
+/* S = factor S + bias. */
+template <class T> __device__ inline void add_bias(T &t, float factor, const args &a, const span &s, const head &x)
 {
     const int64_t step = a.col_step * a.bias.stride[3];
-    const bool pairs = in_pairs(t, s, a, a.bias);
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
         const int64_t at = first_element(t, r, a, a.bias, x.bias);
-        if (pairs) {
 #pragma unroll
-            for (int c = 0; c + 1 < T::C; c += 2) {
-                const float2 both = load_pair(a.bias, at + T::apart(c));
-                t.at(r, c) += both.x, t.at(r, c + 1) += both.y;
-            }
-        } else {
-#pragma unroll
-            for (int c = 0; c < T::C; c++)
-                t.at(r, c) += exists(t, s, r, c) ? load(a.bias, at + T::apart(c) * step) : 0.0f;
-        }
+        for (int c = 0; c < T::C; c++)
+            t.at(r, c) = fmaf(t.at(r, c), factor, exists(t, s, r, c) ? load(a.bias, at + T::apart(c) * step) : 0.0f);
     }
 }
 
 template <class T> __device__ inline void apply_mask(T &t, const args &a, const span &s, const head &x)
 {
     const int64_t step = a.col_step * a.mask.stride[3];
-    const bool pairs = in_pairs(t, s, a, a.mask);
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
         const int64_t at = first_element(t, r, a, a.mask, x.mask);
-        if (pairs) {
 #pragma unroll
-            for (int c = 0; c + 1 < T::C; c += 2) {
-                const uint32_t both = *(const uint16_t *)(a.mask.data + at + T::apart(c));
-                t.at(r, c) = both & 0xFFu ? t.at(r, c) : -CUDART_INF_F;
-                t.at(r, c + 1) = both >> 8 ? t.at(r, c + 1) : -CUDART_INF_F;
-            }
-        } else {
-#pragma unroll
-            for (int c = 0; c < T::C; c++)
-                if (exists(t, s, r, c) && !a.mask.data[at + T::apart(c) * step])
-                    t.at(r, c) = -CUDART_INF_F;
-        }
+        for (int c = 0; c < T::C; c++)
+            if (exists(t, s, r, c) && !a.mask.data[at + T::apart(c) * step])
+                t.at(r, c) = -CUDART_INF_F;
     }
 }
 
@@ -133,11 +102,23 @@ template <bool EXACT> __device__ inline float tangent(float x)
     return EXACT ? tanhf(x) : 1.0f - __fdividef(2.0f, __expf(2.0f * x) + 1.0f);
 }
 
-/* S from scale * q.k without a softcap, or from the softcap's result. */
-template <class T> __device__ inline void finish_scores(T &t, const args &a, const span &s, const head &x, bool whole)
+template <class T> __device__ inline void scale_scores(T &t, float factor)
+{
+#pragma unroll
+    for (int r = 0; r < T::R; r++)
+#pragma unroll
+        for (int c = 0; c < T::C; c++)
+            t.at(r, c) *= factor;
+}
+
+/* S from factor * S, which is q.k with factor = scale, or the softcap's result. */
+template <class T>
+__device__ inline void finish_scores(T &t, float factor, const args &a, const span &s, const head &x, bool whole)
 {
     if (a.bias.data)
-        add_bias(t, a, s, x);
+        add_bias(t, factor, a, s, x);
+    else if (factor != 1.0f)
+        scale_scores(t, factor);
     if (a.alibi.data)
         add_alibi(t, s, x);
     if (a.mask.data)
@@ -146,23 +127,21 @@ template <class T> __device__ inline void finish_scores(T &t, const args &a, con
         hide_outside_band(t);
 }
 
-/* S from q.k, in place. whole: the band hides nothing in this tile. */
-template <class T> __device__ inline void score(T &t, const args &a, const span &s, const head &x, bool whole)
+/* S from q.k, in place. factor: the scale, or 1 where nothing is added to S and the caller prefers to scale later. whole:
+ * the band hides nothing in this tile. */
+template <class T>
+__device__ inline void score(T &t, float factor, const args &a, const span &s, const head &x, bool whole)
 {
-#pragma unroll
-    for (int r = 0; r < T::R; r++)
-#pragma unroll
-        for (int c = 0; c < T::C; c++)
-            t.at(r, c) *= a.scale;
     if (a.softcap > 0) {
-        float inverse = 1.0f / a.softcap;
+        const float inverse = 1.0f / a.softcap;
+        factor = a.softcap;
 #pragma unroll
         for (int r = 0; r < T::R; r++)
 #pragma unroll
             for (int c = 0; c < T::C; c++)
-                t.at(r, c) = a.softcap * tangent<T::EXACT>(t.at(r, c) * inverse);
+                t.at(r, c) = tangent<T::EXACT>(t.at(r, c) * a.scale * inverse);
     }
-    finish_scores(t, a, s, x, whole);
+    finish_scores(t, factor, a, s, x, whole);
 }
 
 /* The same, and dS/d(q.k): scale, times the softcap's slope where there is one. */
@@ -170,25 +149,19 @@ template <class T>
 __device__ inline void score_with_slope(T &t, float (&slope)[T::R][T::C], const args &a, const span &s, const head &x,
                                         bool whole)
 {
+    const float inverse = 1.0f / a.softcap;
 #pragma unroll
     for (int r = 0; r < T::R; r++)
 #pragma unroll
         for (int c = 0; c < T::C; c++) {
-            t.at(r, c) *= a.scale;
             slope[r][c] = a.scale;
-        }
-    if (a.softcap > 0) {
-        float inverse = 1.0f / a.softcap;
-#pragma unroll
-        for (int r = 0; r < T::R; r++)
-#pragma unroll
-            for (int c = 0; c < T::C; c++) {
-                float u = tangent<T::EXACT>(t.at(r, c) * inverse);
-                t.at(r, c) = a.softcap * u;
+            if (a.softcap > 0) {
+                const float u = tangent<T::EXACT>(t.at(r, c) * a.scale * inverse);
+                t.at(r, c) = u;
                 slope[r][c] *= 1.0f - u * u;
             }
-    }
-    finish_scores(t, a, s, x, whole);
+        }
+    finish_scores(t, a.softcap > 0 ? a.softcap : a.scale, a, s, x, whole);
 }
 
 /* ---- Dropout ----------------------------------------------------------------------------------------------------- */
@@ -208,6 +181,19 @@ __device__ inline uint4 philox(uint64_t seed, uint4 c)
         k1 += 0xBB67AE85u;
     }
     return c;
+}
+
+/* Bit n is set where number n of eight is not below the bound. */
+__device__ inline uint32_t kept_of_eight(uint4 w, uint32_t drop_below)
+{
+    const uint32_t words[4] = { w.x, w.y, w.z, w.w };
+    uint32_t kept = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        kept |= (uint32_t)((words[j] & 0xFFFFu) >= drop_below) << 2 * j;
+        kept |= (uint32_t)(words[j] >> 16 >= drop_below) << (2 * j + 1);
+    }
+    return kept;
 }
 
 /* Bit c is set where P of query r and key c is kept. The loop stays a loop: unrolled it would be a Philox a key. */

@@ -1,7 +1,14 @@
 /* Instructions of Turing and Ampere that CUDA C has no name for: one short function each. Shared memory is addressed by
- * 32-bit numbers, from shared_address(). */
+ * 32-bit numbers, from shared_address(). A source that defines HEED_LIKE_TURING does without what Ampere added on every
+ * chip. */
 #ifndef HEED_CUDA_SM75_CUH
 #define HEED_CUDA_SM75_CUH
+
+#if defined(HEED_LIKE_TURING) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800)
+#define HEED_TURING 1
+#else
+#define HEED_TURING 0
+#endif
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -31,12 +38,22 @@ __device__ inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t addre
  *     c  columns 2t, 2t+1 of row g, and of row g + 8 */
 __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half)
 {
+#if HEED_TURING
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1));
+#else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
 }
 
+#if !HEED_TURING
 __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -44,29 +61,55 @@ __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t 
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#endif
 
-/* 16 bytes from global to shared memory, the first `bytes` of them read and the rest zero. */
-__device__ inline void copy_async(uint32_t to, const void *from, int bytes)
+/* BYTES, 4, 8 or 16, from global to shared memory, the first `real` of them read and the rest zero. On Turing, which
+ * cannot copy behind a thread's back, done when the call returns. */
+template <int BYTES = 16> __device__ inline void copy_async(uint32_t to, const void *from, int real)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#if HEED_TURING
+    uint32_t x[4] = { 0, 0, 0, 0 };
+    if (real == BYTES && BYTES == 16)
+        *(uint4 *)x = *(const uint4 *)from;
+    else if (real == BYTES && BYTES == 8)
+        *(uint2 *)x = *(const uint2 *)from;
+    else
+        for (int i = 0; i < BYTES; i++)
+            x[i / 4] |= i < real ? (uint32_t)((const uint8_t *)from)[i] << i % 4 * 8 : 0;
+    if (BYTES == 16)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                     : "memory");
+    else if (BYTES == 8)
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x[0]), "r"(x[1]) : "memory");
+    else
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x[0]) : "memory");
+#else
+    if (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(real), "n"(BYTES)
+                     : "memory");
+#endif
 }
 
-__device__ inline void copy_async8(uint32_t to, const void *from, int bytes)
+__device__ inline void commit_copies()
 {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+#if !HEED_TURING
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
 }
-
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING> __device__ inline void wait_copies()
 {
+#if !HEED_TURING
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
 }
 
 /* The smaller of the two; NaN if either is. */
 __device__ inline float min_or_nan(float x, float y)
 {
-#if __CUDA_ARCH__ >= 800
+#if !HEED_TURING
     float z;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;

@@ -8,6 +8,70 @@
 #include "scores.cuh"
 #include "sm75.cuh"
 
+/* Where a kernel's code is compiled: Ampere's from there on, Turing's to Hopper, so that it can be tested there. Elsewhere
+ * it is empty; the planner knows (backend.h). */
+#if !defined(__CUDA_ARCH__)
+#define CHIP_RUNS_HERE 1
+#elif defined(HEED_LIKE_TURING)
+#define CHIP_RUNS_HERE (__CUDA_ARCH__ < 1000)
+#else
+#define CHIP_RUNS_HERE (__CUDA_ARCH__ >= 800)
+#endif
+
+/* ---- Blocks ------------------------------------------------------------------------------------------------------ */
+
+/* How a block works, as much at once as leaves no register short: each of its warps owns MT tiles of 16 rows of the
+ * result, and all MEET so many rows of the other side at a time, in one or two SLOTS. BLOCKS: on one multiprocessor. */
+template <int WARPS_, int MT_, int MEETS_, int SLOTS_, int BLOCKS_> struct block_tiles {
+    static constexpr int WARPS = WARPS_, MT = MT_, MEETS = MEETS_, SLOTS = SLOTS_, BLOCKS = BLOCKS_;
+    static constexpr int THREADS = 32 * WARPS, OWN = 16 * MT * WARPS;
+};
+
+/* Division of numbers below 2^31 by one that the host knows. */
+struct divisor {
+    unsigned number, factor, shift;
+    __device__ int divide(int n) const { return (int)((uint64_t)(unsigned)n * factor >> shift); }
+};
+
+inline divisor divisor_of(int64_t number)
+{
+    divisor d = { (unsigned)HEED_MAX(number, 1), 0, 31 };
+    while ((uint64_t)1 << (d.shift - 31) < d.number)
+        d.shift++;
+    d.factor = (unsigned)(((uint64_t)1 << d.shift) / d.number + 1);
+    return d;
+}
+
+/* Which tile of which head a block owns. Heads go in groups, so that what the blocks of a group read fits in the L2 cache,
+ * and in a group the first tiles of all heads go first: under a causal band those should be the long ones. */
+struct tile_order {
+    int tiles, heads, full_rounds;
+    divisor round, group, rest; /* blocks of a round; heads in one, and in the last one */
+    divisor heads_of_batch, heads_of_key;
+    int64_t blocks() const { return (int64_t)tiles * heads; }
+    __device__ int find(int &b, int &h) const
+    {
+        const int r = round.divide(blockIdx.x), inside = blockIdx.x - r * round.number;
+        const divisor &width = r < full_rounds ? group : rest;
+        const int tile = width.divide(inside), head = r * group.number + inside - tile * width.number;
+        b = heads_of_batch.divide(head);
+        h = head - b * heads_of_batch.number;
+        return tile;
+    }
+};
+
+/* Heads of q or of k; rows: of the other side, for each of them. */
+inline tile_order order_tiles(int64_t tiles, int64_t heads, int64_t rows, const args &a)
+{
+    const int64_t in_cache = (24 << 20) / HEED_MAX(1, rows * (a.D + a.Dv) * 2);
+    const int64_t all = a.B * heads, group = HEED_MAX(1, HEED_MIN(all, in_cache));
+    tile_order order;
+    order.tiles = (int)tiles, order.heads = (int)all, order.full_rounds = (int)(all / group);
+    order.round = divisor_of(tiles * group), order.group = divisor_of(group), order.rest = divisor_of(all % group);
+    order.heads_of_batch = divisor_of(heads), order.heads_of_key = divisor_of(a.G);
+    return order;
+}
+
 template <int D> __device__ inline uint32_t chunk_at(uint32_t tile, int row, int chunk)
 {
     return tile + row * D * 2 + ((chunk ^ (row & 7)) << 4);
@@ -22,6 +86,13 @@ template <int D> __device__ inline uint32_t along(uint32_t address, int c)
 
 /* ---- Memory to shared memory ------------------------------------------------------------------------------------- */
 
+/* On Turing copies take registers on their way; for later chips the compiler has none to spare for Turing's code. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int COPIES_IN_REGISTERS = 2;
+#else
+constexpr int COPIES_IN_REGISTERS = 1;
+#endif
+
 /* Copies COUNT rows that lie `step` bytes apart, those from `rows` on as zeros; each is `width` elements wide. */
 template <int D, int COUNT, int THREADS>
 __device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step, int rows, int width)
@@ -33,10 +104,11 @@ __device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step,
     const char *from = first + row * step + chunk * 16;
     const uint32_t to = chunk_at<D>(tile, row, chunk);
     step *= ROWS_AT_ONCE;
-#pragma unroll
+    constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : COUNT;
+#pragma unroll UNROLL
     for (int r = 0; r < COUNT; r += ROWS_AT_ONCE, from += step)
         if (ROWS_AT_ONCE <= COUNT || row < COUNT)
-            copy_async((to ^ (r & 4) << 4) + r * D * 2, from, r + row < rows ? bytes : 0);
+            copy_async<16>((to ^ (r & 4) << 4) + r * D * 2, from, r + row < rows ? bytes : 0);
 }
 
 /* The same for rows that lie anywhere: row r at from(r), which is NULL for zeros. */
@@ -49,7 +121,7 @@ __device__ inline void copy_scattered_rows(uint32_t tile, int width, const void 
 #pragma unroll 1
     for (int r = threadIdx.x / CHUNKS; r < COUNT; r += ROWS_AT_ONCE) {
         const char *row = (const char *)from(r);
-        copy_async(chunk_at<D>(tile, r, chunk), row ? row + chunk * 16 : (const char *)somewhere, row ? bytes : 0);
+        copy_async<16>(chunk_at<D>(tile, r, chunk), row ? row + chunk * 16 : (const char *)somewhere, row ? bytes : 0);
     }
 }
 
@@ -119,39 +191,44 @@ __device__ inline void multiply_rows(float (&X)[MT][NT][4], uint32_t A, int a_ro
     }
 }
 
-/* A tile of results becomes the left operand of the next product, 16 columns at a time, without leaving its lanes. */
-template <class T, int MT, int NT>
-__device__ inline void pack_tile(uint32_t (&P)[MT][NT / 2][4], const float (&X)[MT][NT][4])
+/* Columns 16 k .. + 16 of a tile of results become the left operand of the next product, without leaving their lanes. */
+template <class T, int NT> __device__ inline void pack_columns(uint32_t (&P)[4], const float (&X)[NT][4], int k)
 {
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int k = 0; k < NT / 2; k++) {
-            P[m][k][0] = pack<T>(X[m][2 * k][0], X[m][2 * k][1]);
-            P[m][k][1] = pack<T>(X[m][2 * k][2], X[m][2 * k][3]);
-            P[m][k][2] = pack<T>(X[m][2 * k + 1][0], X[m][2 * k + 1][1]);
-            P[m][k][3] = pack<T>(X[m][2 * k + 1][2], X[m][2 * k + 1][3]);
-        }
+    P[0] = pack<T>(X[2 * k][0], X[2 * k][1]);
+    P[1] = pack<T>(X[2 * k][2], X[2 * k][3]);
+    P[2] = pack<T>(X[2 * k + 1][0], X[2 * k + 1][1]);
+    P[3] = pack<T>(X[2 * k + 1][2], X[2 * k + 1][3]);
 }
 
-/* Y += P B: B is the rows b_row .. + 16 KT of a tile, D wide. */
-template <class T, int D, int MT, int KT>
-__device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const uint32_t (&P)[MT][KT][4], uint32_t B, int b_row)
+/* Y += X B for columns 16 k .. + 16 of X and as many rows of tile B, which is D wide. */
+template <class T, int D, int MT, int NT>
+__device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const float (&X)[MT][NT][4], int k, uint32_t B)
 {
     const int lane = threadIdx.x % 32;
-    const uint32_t b_first = chunk_at<D>(B, b_row + lane % 16, lane / 16);
+    const uint32_t b_first = chunk_at<D>(B, lane % 16, lane / 16);
+    uint32_t P[MT][4];
 #pragma unroll
-    for (int k = 0; k < KT; k++)
+    for (int m = 0; m < MT; m++)
+        pack_columns<T>(P[m], X[m], k);
 #pragma unroll
-        for (int n = 0; n < D / 8; n += 2) {
-            uint32_t b[4];
-            load_matrices_transposed(b, along<D>(b_first, n) + k * 16 * D * 2);
+    for (int n = 0; n < D / 8; n += 2) {
+        uint32_t b[4];
+        load_matrices_transposed(b, along<D>(b_first, n) + k * 16 * D * 2);
 #pragma unroll
-            for (int m = 0; m < MT; m++) {
-                multiply(Y[m][n], P[m][k], b[0], b[1], T());
-                multiply(Y[m][n + 1], P[m][k], b[2], b[3], T());
-            }
+        for (int m = 0; m < MT; m++) {
+            multiply(Y[m][n], P[m], b[0], b[1], T());
+            multiply(Y[m][n + 1], P[m], b[2], b[3], T());
         }
+    }
+}
+
+/* Y += X B for all columns of X. */
+template <class T, int D, int MT, int NT>
+__device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const float (&X)[MT][NT][4], uint32_t B)
+{
+#pragma unroll
+    for (int k = 0; k < NT / 2; k++)
+        multiply_tile<T, D>(Y, X, k, B);
 }
 
 /* ---- Registers to memory ----------------------------------------------------------------------------------------- */
@@ -212,6 +289,71 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
 
 /* ---- Scores ------------------------------------------------------------------------------------------------------ */
 
+/* Mask and bias of a tile of QUERIES x KEYS scores lie in shared memory as they do outside, a row for each query: copied
+ * ahead, they cost no wait, and any layout outside is read in order. Rows are PAD or 2 PAD bytes longer than KEYS
+ * elements, which spreads a warp's reads over the banks. */
+template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
+    static constexpr int PAD = 16, MOST_BYTES = QUERIES * (5 * KEYS + 3 * PAD);
+    static __host__ __device__ constexpr int pitch(int size)
+    {
+        return KEYS * size + (size == 4 && !KEY_MAJOR ? 2 * PAD : PAD);
+    }
+    static __host__ __device__ int bias_bytes(const args &a)
+    {
+        return a.bias.data ? QUERIES * pitch(a.bias.dtype == HEED_F32 ? 4 : 2) : 0;
+    }
+    static __host__ __device__ int bytes(const args &a)
+    {
+        return bias_bytes(a) + (a.mask.data ? QUERIES * pitch(1) : 0);
+    }
+};
+
+/* Copies queries i0 .. and keys n0 .. of a mask or bias that begins at element `first`. What does not exist is zero. */
+template <int QUERIES, int KEYS, int THREADS, int SIZE>
+__device__ inline void copy_scores(char *tile, int pitch, const args &a, const span &s, const view &m, int64_t first,
+                                   int i0, int n0)
+{
+    const int rows = min(QUERIES, s.rows - i0), keys = min(KEYS, s.keys - n0);
+    constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : 4;
+    const int64_t step = a.col_step * m.stride[3] * SIZE, down = m.stride[2] * SIZE;
+    const char *from = m.data + (first + i0 * m.stride[2] + (a.col + n0 * a.col_step) * m.stride[3]) * SIZE;
+    if (m.vector && step == SIZE && (uintptr_t)from % 16 == 0) {
+        constexpr int CHUNKS = KEYS * SIZE / 16;
+#pragma unroll UNROLL
+        for (int e = threadIdx.x; e < QUERIES * CHUNKS; e += THREADS) {
+            const int r = e / CHUNKS, c = e % CHUNKS * 16, bytes = max(0, min(16, keys * SIZE - c));
+            copy_async<16>(shared_address(tile + r * pitch + c), r < rows ? from + r * down + c : m.data,
+                           r < rows ? bytes : 0);
+        }
+    } else {
+#pragma unroll UNROLL
+        for (int e = threadIdx.x; e < QUERIES * KEYS; e += THREADS) {
+            const int r = e / KEYS, c = e % KEYS;
+            const char *one = from + r * down + c * step;
+            char *to = tile + r * pitch + c * SIZE;
+            const bool real = r < rows && c < keys;
+            if (SIZE == 1)
+                *to = real ? *one : 0;
+            else if (SIZE == 2)
+                *(uint16_t *)to = real ? *(const uint16_t *)one : 0;
+            else
+                *(float *)to = real ? *(const float *)one : 0.0f;
+        }
+    }
+}
+
+template <class Tiles, int QUERIES, int KEYS, int THREADS>
+__device__ inline void copy_mask_and_bias(char *tiles, const args &a, const span &s, const head &x, int i0, int n0)
+{
+    if (a.bias.data && a.bias.dtype == HEED_F32)
+        copy_scores<QUERIES, KEYS, THREADS, 4>(tiles, Tiles::pitch(4), a, s, a.bias, x.bias, i0, n0);
+    else if (a.bias.data)
+        copy_scores<QUERIES, KEYS, THREADS, 2>(tiles, Tiles::pitch(2), a, s, a.bias, x.bias, i0, n0);
+    if (a.mask.data)
+        copy_scores<QUERIES, KEYS, THREADS, 1>(tiles + Tiles::bias_bytes(a), Tiles::pitch(1), a, s, a.mask, x.mask, i0,
+                                               n0);
+}
+
 /* A warp's scores with queries as rows, as scores.cuh wants to see them. low and high are in shared memory. */
 template <int MT, int NT> struct query_major {
     static constexpr int R = 2 * MT, C = 2 * NT;
@@ -219,6 +361,8 @@ template <int MT, int NT> struct query_major {
     float (&X)[MT][NT][4];
     const int *lows, *highs; /* of the tile's first query */
     int i0, n0, row0;        /* first query and first key of this lane; its first row of the tile */
+    const char *bias, *mask; /* of row0 and n0 in shared memory */
+    typedef score_tiles<0, 8 * NT, false> extras;
     __device__ float &at(int r, int c) { return X[r / 2][c / 2][r % 2 * 2 + c % 2]; }
     static __device__ constexpr int down(int r) { return r / 2 * 16 + r % 2 * 8; }
     static __device__ constexpr int apart(int c) { return c / 2 * 8 + c % 2; }
@@ -228,47 +372,118 @@ template <int MT, int NT> struct query_major {
     __device__ int high(int r) const { return highs[row0 + down(r)]; }
 };
 
-/* ---- Dropout ----------------------------------------------------------------------------------------------------- */
-
-__device__ inline void trade(uint32_t &x, uint32_t &y, int lanes)
+/* Where a lane's first element of mask and bias lies, which is in the given row and column of the tile. */
+template <class Extras, class Tile>
+__device__ inline void point_at_tiles(Tile &t, const char *tiles, const args &a, int row, int column)
 {
-    const bool upper = threadIdx.x & lanes;
-    const uint32_t other = __shfl_xor_sync(~0u, upper ? x : y, lanes);
-    (upper ? x : y) = other;
+    const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
+    t.bias = tiles + row * Extras::pitch(size) + column * size;
+    t.mask = tiles + Extras::bias_bytes(a) + row * Extras::pitch(1) + column;
 }
 
-/* Bit c of kept[r] is set where P of query r and key c is kept. The eight keys of one Philox are those of four
- * neighbouring lanes: each of them draws for another eight, and then they trade words, word i for lane i. */
-template <int MT, int NT>
-__device__ inline void draw_tile(const query_major<MT, NT> &t, uint32_t (&kept)[2 * MT], const args &a, const span &s,
-                                 const head &x)
+__device__ inline float2 to_floats(uint32_t two, int dtype)
 {
-    const uint64_t seed = seed_of(a);
-    const int64_t first = s.r0 + t.n0 - threadIdx.x % 4 * 2;
-    const bool together = NT % 4 == 0 && s.r_step == 1 && first % 8 == 0;
+    return dtype == HEED_F16 ? __half22float2(*(const __half2 *)&two)
+                             : __bfloat1622float2(*(const __nv_bfloat162 *)&two);
+}
+
+template <int MT, int NT>
+__device__ inline void add_bias(query_major<MT, NT> &t, float factor, const args &a, const span &, const head &)
+{
+    typedef typename query_major<MT, NT>::extras extras;
+    if (a.bias.dtype == HEED_F32) {
 #pragma unroll
-    for (int r = 0; r < 2 * MT; r++) {
-        kept[r] = 0;
-        if (!together) {
-            kept[r] = draw(t, r, a, s, x, seed);
-            continue;
-        }
-        const uint32_t p = (uint32_t)(uint64_t)(s.p0 + t.row(r) * s.p_step);
+        for (int r = 0; r < 2 * MT; r++)
 #pragma unroll
-        for (int n = 0; n < NT / 4 * 4; n += 4) {
-            uint4 w = philox(seed, make_uint4((uint32_t)(uint64_t)(first / 8 + n + threadIdx.x % 4), p, x.h, s.b));
-            trade(w.x, w.y, 1);
-            trade(w.z, w.w, 1);
-            trade(w.x, w.z, 2);
-            trade(w.y, w.w, 2);
-            const uint32_t words[4] = { w.x, w.y, w.z, w.w };
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                kept[r] |= (uint32_t)((words[j] & 0xFFFFu) >= a.drop_below) << 2 * (n + j);
-                kept[r] |= (uint32_t)(words[j] >> 16 >= a.drop_below) << (2 * (n + j) + 1);
+            for (int c = 0; c < 2 * NT; c += 2) {
+                const float2 both = *(const float2 *)(t.bias + t.down(r) * extras::pitch(4) + t.apart(c) * 4);
+                t.at(r, c) = fmaf(t.at(r, c), factor, both.x);
+                t.at(r, c + 1) = fmaf(t.at(r, c + 1), factor, both.y);
             }
+    } else {
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++)
+#pragma unroll
+            for (int c = 0; c < 2 * NT; c += 2) {
+                const float2 both = to_floats(*(const uint32_t *)(t.bias + t.down(r) * extras::pitch(2) +
+                                                                  t.apart(c) * 2),
+                                              a.bias.dtype);
+                t.at(r, c) = fmaf(t.at(r, c), factor, both.x);
+                t.at(r, c + 1) = fmaf(t.at(r, c + 1), factor, both.y);
+            }
+    }
+}
+
+template <int MT, int NT>
+__device__ inline void apply_mask(query_major<MT, NT> &t, const args &, const span &, const head &)
+{
+    typedef typename query_major<MT, NT>::extras extras;
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++)
+#pragma unroll
+        for (int c = 0; c < 2 * NT; c += 2) {
+            const uint32_t both = *(const uint16_t *)(t.mask + t.down(r) * extras::pitch(1) + t.apart(c));
+            t.at(r, c) = both & 0xFFu ? t.at(r, c) : -CUDART_INF_F;
+            t.at(r, c + 1) = both >> 8 ? t.at(r, c + 1) : -CUDART_INF_F;
+        }
+}
+
+/* ---- Dropout ----------------------------------------------------------------------------------------------------- */
+
+/* The eight keys of one Philox are those of SHARE lanes, STEP apart: each of them draws for another eight of the DRAWS
+ * that they need together, makes a byte of them, and all exchange bytes. draw(i) makes the byte number i, use(i, byte)
+ * takes it. */
+template <int DRAWS, int SHARE, int STEP, class Draw, class Use>
+__device__ inline void draw_together(Draw draw, Use use)
+{
+    static_assert(DRAWS % SHARE == 0, "the same number for each");
+    const int lane = threadIdx.x % 32, mine = lane / STEP % SHARE;
+#pragma unroll
+    for (int i = 0; i < DRAWS; i += 4 * SHARE) {
+        const int EACH = DRAWS - i < 4 * SHARE ? (DRAWS - i) / SHARE : 4;
+        uint32_t four = 0;
+#pragma unroll
+        for (int n = 0; n < EACH; n++)
+            four |= draw(i + n * SHARE + mine) << 8 * n;
+#pragma unroll
+        for (int j = 0; j < SHARE; j++) {
+            const uint32_t theirs = __shfl_sync(~0u, four, lane + (j - mine) * STEP);
+#pragma unroll
+            for (int n = 0; n < EACH; n++)
+                use(i + n * SHARE + j, theirs >> 8 * n);
         }
     }
+}
+
+/* The dropout bits of a lane's tile, packed: whether P of query r and key c is kept. */
+template <class Tile> struct kept_bits {
+    static constexpr int C = Tile::C;
+    static_assert(32 % C == 0, "the bits of a query lie in one word");
+    uint32_t words[(Tile::R * C + 31) / 32] = {};
+    __device__ void add(int r, int c, uint32_t bits) { words[(r * C + c) / 32] |= bits << (r * C + c) % 32; }
+    __device__ bool at(int r, int c) const { return words[(r * C + c) / 32] >> (r * C + c) % 32 & 1; }
+};
+
+template <int MT, int NT>
+__device__ inline void draw_tile(const query_major<MT, NT> &t, kept_bits<query_major<MT, NT>> &kept, const args &a,
+                                 const span &s, const head &x)
+{
+    const uint64_t seed = seed_of(a);
+    const int pair = threadIdx.x % 4 * 2;
+    const int64_t first = s.r0 + t.n0 - pair;
+    if (s.r_step != 1 || first % 8) {
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++)
+            kept.add(r, 0, draw(t, r, a, s, x, seed));
+        return;
+    }
+    draw_together<2 * MT * NT, 4, 1>(
+        [&](int i) {
+            const uint32_t p = (uint32_t)(uint64_t)(s.p0 + (t.i0 + i / NT / 2 * 16 + i / NT % 2 * 8) * s.p_step);
+            const uint32_t eight = (uint32_t)(uint64_t)(first / 8 + i % NT);
+            return kept_of_eight(philox(seed, make_uint4(eight, p, x.h, s.b)), a.drop_below);
+        },
+        [&](int i, uint32_t byte) { kept.add(i / NT, i % NT * 2, byte >> pair & 3); });
 }
 
 #endif

@@ -1,0 +1,23 @@
+/* Backward with the tensor cores of Turing, for fp16: backward_mma.cuh with products 8 deep, copies through registers, and
+ * tiles for 64 KB of shared memory. It runs on later chips too, which have better. */
+#define HEED_LIKE_TURING
+#include "backward_mma.cuh"
+
+struct turing {
+    static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128;
+    template <int D, bool GENERAL> using query_tiles = block_tiles<4, 1, D == 64 ? 32 : 16, 2, 2>;
+    template <int D, bool GENERAL> using key_tiles = block_tiles<4, 1, D == 64 ? 32 : 16, 2, 2>;
+};
+
+size_t heed_backward_workspace_turing(const heed_problem *p, const heed_plan *plan)
+{
+    (void)plan;
+    return backward_workspace(p);
+}
+
+heed_status heed_backward_turing(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    (void)plan;
+    backward_prologue call(p, x);
+    return call.status ? call.status : run<__half, turing>(call.a, call.facts, x);
+}

@@ -1,0 +1,289 @@
+/* The tensor-core forward for fp16 and bf16, head sizes to 256. A block owns 16 MT rows of one head for each of its
+ * warps, and meets BC keys at a time. With one slot V arrives while S = Q K^T is computed, the next K while O += P V is;
+ * with two the next K and V arrive while a whole tile is.
+ *
+ * What the scores need beyond scale and band is in GENERAL, so that the others do not pay for it. */
+#ifndef HEED_CUDA_FORWARD_MMA_CUH
+#define HEED_CUDA_FORWARD_MMA_CUH
+
+#include "launch.cuh"
+#include "tile_mma.cuh"
+
+template <int D, class Tiles> struct shared_forward {
+    static constexpr int BR = Tiles::OWN, BC = Tiles::MEETS;
+    typedef score_tiles<BR, BC, false> extras;
+    char Q[BR * D * 2], K[Tiles::SLOTS][BC * D * 2], V[Tiles::SLOTS][BC * D * 2];
+    int low[BR], high[BR];
+    span sequence; /* what is looked at once for each tile lies here and not in registers */
+    head of;
+    key_rows k, v;
+    int i0, last;                 /* the first row, and the end of the keys that some row sees */
+    int inside, outside;          /* all rows see keys inside .. outside */
+    __align__(16) char tiles[16]; /* of mask and bias: as many bytes as they need */
+};
+
+/* The four lanes of a row are neighbours. */
+__device__ static float row_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ static float row_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/* The running maximum m of a row follows its scores only where they pass it by more than LAG, as a power of two: P is then
+ * at most 2^LAG, and most tiles need neither the maximum of the four lanes nor a new scale of O. */
+constexpr float LAG = 8.0f;
+
+/* With c m beyond this, its rounding would matter to an exponent: the maximum is then subtracted first. */
+constexpr float COARSE = 1e7f;
+
+/* The largest of a lane's scores in row r. */
+template <int MT, int NT> __device__ static float own_max(const float (&S)[MT][NT][4], int r)
+{
+    float most = -CUDART_INF_F;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+        most = fmaxf(most, fmaxf(S[r / 2][n][r % 2 * 2], S[r / 2][n][r % 2 * 2 + 1]));
+    return most;
+}
+
+/* m = m', l = l a, O = O a, with a = 2^(c m - c m'). */
+template <int D, int MT, int NT>
+__device__ static void follow_maximum(float (&S)[MT][NT][4], float (&m)[MT * 2], float (&l)[MT * 2],
+                                      float (&O)[MT][D / 8][4], float c)
+{
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++) {
+        const int half = r % 2 * 2;
+        const float most = row_max(own_max(S, r)), next = (most - m[r]) * c > LAG ? most : m[r];
+        const float base = next == -CUDART_INF_F ? 0.0f : next, rescale = exp2_fast((m[r] - base) * c);
+        m[r] = next;
+        l[r] *= rescale;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            O[r / 2][n][half] *= rescale, O[r / 2][n][half + 1] *= rescale;
+        if (fabsf(base * c) > COARSE)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                S[r / 2][n][half] -= base, S[r / 2][n][half + 1] -= base;
+    }
+}
+
+/* Lets m follow where it must. */
+template <int D, int MT, int NT>
+__device__ static void find_maximum(float (&S)[MT][NT][4], float (&m)[MT * 2], float (&l)[MT * 2],
+                                    float (&O)[MT][D / 8][4], float c)
+{
+    bool follow = false;
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++)
+        follow |= (own_max(S, r) - m[r]) * c > LAG || (m[r] != -CUDART_INF_F && fabsf(m[r] * c) > COARSE);
+    if (__any_sync(~0u, follow))
+        follow_maximum<D>(S, m, l, O, c);
+}
+
+/* P = 2^(c S - c m) of columns 16 k .. + 16, l = l + sum P. offset: c m, or 0 where no key was seen yet and where m was
+ * subtracted already. */
+template <int MT, int NT>
+__device__ static void exponentials(float (&S)[MT][NT][4], int k, const float (&offset)[MT * 2], float (&l)[MT * 2],
+                                    float c)
+{
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float &x = S[r / 2][2 * k + e / 2][r % 2 * 2 + e % 2];
+            x = exp2_fast(fmaf(x, c, -offset[r]));
+            l[r] += x;
+        }
+}
+
+/* Dropout of columns 16 k .. + 16. What is kept is scaled with the whole row in the end. */
+template <class Tile> __device__ static void drop(Tile &t, int k, const kept_bits<Tile> &kept)
+{
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+        for (int c = 4 * k; c < 4 * k + 4; c++)
+            t.at(r, c) = kept.at(r, c) ? t.at(r, c) : 0.0f;
+}
+
+/* The tiles are those of the Chip as the code's own target has them. */
+template <class T, int D, bool GENERAL, class Chip>
+__global__ void __launch_bounds__(Chip::template tiles<D, GENERAL>::THREADS, Chip::template tiles<D, GENERAL>::BLOCKS)
+    forward_mma(const __grid_constant__ args a, const __grid_constant__ tile_order order)
+{
+#if CHIP_RUNS_HERE
+    extern __shared__ __align__(1024) char memory[];
+    typedef typename Chip::template tiles<D, GENERAL> Tiles;
+    typedef shared_forward<D, Tiles> shared;
+    typedef typename shared::extras extras;
+    constexpr int MT = Tiles::MT, BR = Tiles::OWN, BC = Tiles::MEETS, NT = BC / 8, THREADS = Tiles::THREADS;
+    constexpr int SLOTS = Tiles::SLOTS;
+    constexpr uint32_t TILE = BC * D * 2;
+    auto &s = *(shared *)memory;
+    const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
+    int n0; /* the first key of a tile; there is one to come */
+    bool more;
+    { /* the first copies start before anything is shared: each thread finds out for itself */
+        int b, h, first, last;
+        const int i0 = (order.tiles - 1 - order.find(b, h)) * BR;
+        const span here = span_of(a, b);
+        const int hk = order.heads_of_key.divide(h), rows = min(BR, here.rows - i0);
+        if (rows <= 0)
+            return;
+        const key_rows k = keys_of(a, here, a.k, hk), v = keys_of(a, here, a.v, hk);
+        int low, high, inside, outside;
+        band_of_row(a, here, i0, first, last);
+        band_of_row(a, here, i0 + rows - 1, low, high);
+        inside = max(first, low), outside = min(last, high);
+        first = min(first, low) / 16 * 16, last = max(last, high);
+        copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, here.q_batch, h, here.q_row + i0) * 2, a.q.stride[2] * 2,
+                                  rows, a.D);
+        if (first < last)
+            copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, first, here.keys, a.D);
+        if (first < last && SLOTS == 2)
+            copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, first, here.keys, a.Dv);
+        if (threadIdx.x == 0) {
+            s.sequence = here;
+            s.of = head_of(a, here, h);
+            s.k = k, s.v = v;
+            s.i0 = i0, s.last = last, s.inside = inside, s.outside = outside;
+        }
+        if (threadIdx.x < BR)
+            band_of_row(a, here, i0 + min((int)threadIdx.x, rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
+        n0 = first, more = first < last;
+    }
+    commit_copies();
+    const span &q = s.sequence;
+    const head &x = s.of;
+    float O[MT][D / 8][4], m[MT * 2], l[MT * 2];
+    clear(O);
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++)
+        m[r] = -CUDART_INF_F, l[r] = 0.0f;
+    /* Where nothing is added to S it need not be scaled before the exponential. */
+    const bool scaled = GENERAL && (a.softcap > 0 || a.bias.data || a.alibi.data || a.scale <= 0);
+    const float c = scaled ? LOG2E : a.scale_log2;
+
+    auto copy_k = [&](int slot, int n0) {
+        copy_keys<D, BC, THREADS>(sK + slot * TILE, a, q, a.k, s.k, x.hk, n0, q.keys, a.D);
+    };
+    auto copy_v = [&](int slot, int n0) {
+        copy_keys<D, BC, THREADS>(sV + slot * TILE, a, q, a.v, s.v, x.hk, n0, q.keys, a.Dv);
+    };
+    for (int slot = 0; more; slot ^= SLOTS - 1) {
+        wait_copies<0>();
+        __syncthreads(); /* K is here, and the last V is no longer needed; with two slots, K and V are */
+        if (GENERAL)
+            copy_mask_and_bias<extras, BR, BC, THREADS>(s.tiles, a, q, x, s.i0, n0);
+        if (SLOTS == 1)
+            copy_v(0, n0);
+        else if (GENERAL)
+            commit_copies();
+        more = n0 + BC < s.last;
+        if (SLOTS == 2 && more)
+            copy_k(slot ^ 1, n0 + BC), copy_v(slot ^ 1, n0 + BC);
+        commit_copies();
+        float S[MT][NT][4];
+        clear(S);
+        multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0); /* S  = Q K^T */
+        if (SLOTS == 1) {
+            wait_copies<0>();
+            __syncthreads(); /* V is here, and this K is no longer needed */
+            if (more)
+                copy_k(0, n0 + BC);
+            commit_copies();
+        } else if (GENERAL && (a.mask.data || a.bias.data)) {
+            wait_copies<1>();
+            __syncthreads();
+        }
+        const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
+        query_major<MT, NT> t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
+        if constexpr (GENERAL) {
+            point_at_tiles<extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
+            score(t, scaled ? a.scale : 1.0f, a, q, x, whole);
+        } else if (!whole)
+            hide_outside_band(t);
+        find_maximum<D>(S, m, l, O, c);
+        float offset[MT * 2];
+#pragma unroll
+        for (int r = 0; r < MT * 2; r++)
+            offset[r] = fabsf(m[r] * c) > COARSE ? 0.0f : m[r] * c;
+        kept_bits<query_major<MT, NT>> kept;
+        if (GENERAL && a.drop_below)
+            draw_tile(t, kept, a, q, x);
+#pragma unroll
+        for (int k = 0; k < NT / 2; k++) { /* some are multiplied while others are computed */
+            exponentials(S, k, offset, l, c);
+            if (GENERAL && a.drop_below)
+                drop(t, k, kept);
+            multiply_tile<T, D>(O, S, k, sV + slot * TILE); /* O += P V */
+        }
+        n0 += BC;
+    }
+    wait_copies<0>();
+    __syncthreads(); /* without a key nobody has waited for Q */
+
+    /* A warp's own rows of Q's tile become the way out: no other warp reads them. */
+    const int i0 = s.i0, rows = min(BR, q.rows - i0);
+    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
+#pragma unroll
+    for (int r = 0; r < MT * 2; r++) {
+        const int i = i0 + row0 + r / 2 * 16 + r % 2 * 8 + lane / 4;
+        float sum = row_sum(l[r]), own = scaled ? m[r] : m[r] * a.scale, most = fmaxf(own, sink), rescale = 0.0f;
+        if (sum != 0.0f) { /* else the row saw no key */
+            rescale = exp2_fast((own - most) * LOG2E);
+            sum = sum * rescale + exp2_fast((sink - most) * LOG2E);
+            rescale = (GENERAL && a.drop_below ? a.keep_scale : 1.0f) * rescale / sum;
+        }
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+            O[r / 2][n][r % 2 * 2] *= rescale, O[r / 2][n][r % 2 * 2 + 1] *= rescale;
+        if (a.lse.data && lane % 4 == 0 && i < q.rows)
+            store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
+    }
+    store_rows<T, D, MT>(O, a.o, a.Dv, false, sQ, s.Q, row0,
+                         [&](int r) { return r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + r) : NOWHERE; });
+#endif
+}
+
+/* ---- Launch ------------------------------------------------------------------------------------------------------ */
+
+template <class T, int D, bool GENERAL, class Chip> static heed_status run_tiles(const args &a, const heed_exec *x)
+{
+    typedef typename Chip::template tiles<D, GENERAL> Tiles;
+    typedef shared_forward<D, Tiles> shared;
+    const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
+    return launch(forward_mma<T, D, GENERAL, Chip>, order.blocks(), Tiles::THREADS,
+                  sizeof(shared) + (GENERAL ? shared::extras::bytes(a) : 0), x, a, order);
+}
+
+template <class T, int D, class Chip> static heed_status run_head(const args &a, const heed_exec *x)
+{
+    const bool general = a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below || a.scale <= 0;
+    typedef typename Chip::template tiles<D, true> slow;
+    typedef typename Chip::template tiles<D, false> fast;
+    static_assert(sizeof(shared_forward<D, slow>) + shared_forward<D, slow>::extras::MOST_BYTES <= Chip::SHARED_BYTES);
+    static_assert(sizeof(shared_forward<D, fast>) <= Chip::SHARED_BYTES);
+    return general ? run_tiles<T, D, true, Chip>(a, x) : run_tiles<T, D, false, Chip>(a, x);
+}
+
+template <class T, class Chip> static heed_status run(const args &a, const heed_exec *x)
+{
+    const int width = HEED_MAX(a.D, a.Dv);
+    if (width <= 64)
+        return run_head<T, 64, Chip>(a, x);
+    if constexpr (Chip::HEAD_DIM > 128)
+        if (width > 128)
+            return run_head<T, 256, Chip>(a, x);
+    return run_head<T, 128, Chip>(a, x);
+}
+
+#endif

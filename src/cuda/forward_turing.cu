@@ -1,0 +1,22 @@
+/* Forward with the tensor cores of Turing, for fp16: forward_mma.cuh with products 8 deep, copies through registers, and
+ * tiles for 64 KB of shared memory. It runs on later chips too, which have better. */
+#define HEED_LIKE_TURING
+#include "forward_mma.cuh"
+
+struct turing {
+    static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128;
+    template <int D, bool GENERAL> using tiles = block_tiles<4, 1, D == 128 && GENERAL ? 32 : 64, 1, 2>;
+};
+
+size_t heed_forward_workspace_turing(const heed_problem *p, const heed_plan *plan)
+{
+    (void)p, (void)plan;
+    return 0;
+}
+
+heed_status heed_forward_turing(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    (void)plan;
+    prologue call(p, x);
+    return call.status ? call.status : run<__half, turing>(call.a, x);
+}
