@@ -12,7 +12,7 @@ struct variant {
     heed_status (*launch)(const args &, const key_parts &, int units, const heed_exec *);
 };
 
-/* Head size; warpgroups, keys at once, buffers for Q, K, V; turns; maximum of the first keys only; softcap. */
+/* Head size; warpgroups, keys at once, buffers for K and for V; S and O += P V together; softcap. */
 #define BF16(D, ...)                                                                                                   \
     {                                                                                                                  \
         "bf16 d" #D ": " #__VA_ARGS__, HEED_BF16, D, forward_sm90_launch<__nv_bfloat16, forward_shape<D, __VA_ARGS__>> \
@@ -22,15 +22,11 @@ struct variant {
         "fp16 d" #D ": " #__VA_ARGS__, HEED_F16, D, forward_sm90_launch<__half, forward_shape<D, __VA_ARGS__>>         \
     }
 static const variant variants[] = {
-    BF16(64, 3, 112, 2, 4, 4, true, true),  BF16(64, 3, 112, 2, 4, 4, false, true),
-    BF16(64, 3, 64, 2, 8, 8, true, true),   BF16(64, 2, 128, 2, 4, 4, false, true),
-    BF16(64, 3, 112, 2, 4, 4, true, false), BF16(96, 3, 96, 1, 2, 2, false, true),
-    BF16(96, 2, 128, 2, 2, 2, false, true), BF16(128, 2, 128, 2, 2, 2, false, true),
-    BF16(128, 2, 128, 2, 2, 2, true, true), BF16(128, 2, 128, 2, 2, 2, false, false),
-    BF16(128, 3, 64, 1, 4, 4, false, true), BF16(192, 2, 96, 1, 2, 2, false, true),
-    BF16(192, 2, 64, 2, 2, 2, false, true), BF16(256, 2, 64, 1, 2, 2, false, true),
-    F16(64, 3, 112, 2, 4, 4, true, true),   F16(128, 2, 128, 2, 2, 2, false, true),
-    F16(256, 2, 64, 1, 2, 2, false, true),
+    BF16(64, 4, 64, 8, false), BF16(64, 4, 96, 4, false),  BF16(64, 3, 112, 4, true),  BF16(64, 2, 128, 4, true),
+    BF16(96, 4, 64, 2, false), BF16(96, 4, 48, 4, false),  BF16(96, 3, 96, 2, true),   BF16(128, 2, 128, 2, true),
+    BF16(128, 2, 64, 4, true), BF16(128, 3, 64, 4, false), BF16(128, 3, 96, 2, false), BF16(192, 2, 96, 2, true),
+    BF16(192, 2, 64, 2, true), BF16(192, 3, 64, 2, false), BF16(256, 2, 64, 2, true),  F16(64, 4, 64, 8, false),
+    F16(128, 2, 128, 2, true), F16(256, 2, 64, 2, true),
 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

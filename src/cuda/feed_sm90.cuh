@@ -5,22 +5,25 @@
 
 #include "tile_sm90.cuh"
 
-/* What is fixed at compile time: head size, warpgroups, keys at once, and how many tiles of Q, K and V there is room for;
- * TURNS: the warpgroups issue their products one after the other; FIRST: the maximum of the first keys will do; CAPPED:
- * there is a softcap. */
-template <int D_, int GROUPS_, int KEYS_, int Q_STAGES_, int K_STAGES_, int V_STAGES_, bool TURNS_, bool FIRST_,
-          bool CAPPED_ = false>
-struct forward_shape {
-    static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, Q_STAGES = Q_STAGES_,
-                         K_STAGES = K_STAGES_, V_STAGES = V_STAGES_, THREADS = 128 + 128 * GROUPS;
-    static constexpr bool TURNS = TURNS_, FIRST = FIRST_, CAPPED = CAPPED_;
-    static_assert(GROUPS == 2 || GROUPS == 3, "with more the registers do not suffice");
-    static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40
-                                              : D == 64   ? 32
-                                                          : 56,
-                         REGISTERS = GROUPS == 2 ? 232
-                                     : D == 64   ? 160
-                                                 : 152; /* what the one gives up the others take */
+/* What is fixed at compile time: head size, warpgroups of 64 rows each, keys at once, and how many blocks of K and of V
+ * there is room for; OVERLAP: a warpgroup has the next S and the present O += P V in the tensor core together, else one
+ * after the other; CAPPED: there is a softcap. */
+template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPED_ = false> struct forward_shape {
+    static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, STAGES = STAGES_,
+                         THREADS = 128 + 128 * GROUPS;
+    static constexpr bool OVERLAP = OVERLAP_, CAPPED = CAPPED_;
+    static_assert(GROUPS >= 2 && GROUPS <= 4, "with more the registers do not suffice");
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32,
+                         REGISTERS = GROUPS == 2   ? 232
+                                     : GROUPS == 3 ? 160
+                                                   : 112; /* what the one gives up the others take */
+
+    /* Which 64 rows of tile n a warpgroup has. They change places, so that who sees few keys of one tile, as in causal
+     * problems, or none, as at the end of a sequence, sees more of another. */
+    static __device__ int part(int group, int n)
+    {
+        return GROUPS == 3 ? (group + n) % 3 : n % 2 ? GROUPS - 1 - group : group;
+    }
 };
 
 /* Where there are few rows and many keys, the keys are taken in parts: each is a tile by itself, with its own o and lse,
@@ -42,10 +45,10 @@ struct tile_order {
 /* One tile of rows, as the planner hands it to the others. Blocks of keys are counted from `first` on. */
 template <int ROWS> struct forward_work {
     span s;
-    int turn, h, i0, rows; /* turn: its number among the tiles of the block; rows = 0: there are no more */
-    int part;
+    int turn, h, i0, rows;     /* turn: its number among the tiles of the block; rows = 0: there are no more */
+    int64_t o_at, lse_at;      /* elements of o and of lse before the first row */
     int hk, first, blocks;     /* the keys that some row of the tile sees */
-    int seen[4];               /* the first so many blocks are what a group of 64 rows sees */
+    int seen[4];               /* the first so many blocks are what 64 of the rows see */
     int clear_from, clear_to;  /* all rows see all keys of these blocks */
     int low[ROWS], high[ROWS]; /* the keys each row sees; only where not all blocks are clear */
 };
@@ -53,15 +56,14 @@ template <int ROWS> struct forward_work {
 constexpr int AHEAD = 4; /* tiles that are planned at a time */
 
 template <class S> struct forward_shared {
-    char Q[S::Q_STAGES][tile_bytes<S::D, S::ROWS>], K[S::K_STAGES][tile_bytes<S::D, S::KEYS>],
-        V[S::V_STAGES][tile_bytes<S::D, S::KEYS>];
+    char Q[S::GROUPS][tile_bytes<S::D, 64>], K[S::STAGES][tile_bytes<S::D, S::KEYS>],
+        V[S::STAGES][tile_bytes<S::D, S::KEYS>];
     char out[4 * S::GROUPS][16 * 128]; /* 64 columns of a warp's rows on their way out */
-    uint64_t q_full[2], q_empty[2], k_full[S::K_STAGES], k_empty[S::K_STAGES], v_full[S::V_STAGES],
-        v_empty[S::V_STAGES], v_landed, planned[AHEAD], closed[AHEAD];
+    uint64_t q_full[S::GROUPS], q_empty[S::GROUPS], k_full[S::STAGES], k_empty[S::STAGES], v_full[S::STAGES],
+        v_empty[S::STAGES], v_landed, planned[AHEAD], closed[AHEAD];
     forward_work<S::ROWS> work[AHEAD]; /* tile number n of the block has work[n % AHEAD] */
     uint32_t failed[64];               /* a bit for each turn */
 
-    __device__ char *q_tile(int n) { return Q[S::Q_STAGES == 1 ? 0 : n % 2]; }
     __device__ bool has_failed(int turn) const
     {
         return failed[min(turn / 32, 63)] >> (turn < 2048 ? turn % 32 : 31) & 1;
@@ -102,19 +104,19 @@ __device__ inline void narrow_band(const args &a, const span &s, int i, int &fir
 
 /* By a whole warp: fills w, false where the sequence has no rows there. */
 template <class S>
-__device__ inline bool find_work(const args &a, int turn, int head, int tile, int part, int part_keys,
+__device__ inline bool find_work(const args &a, int turn, int head, int tile, int part, const key_parts &by,
                                  forward_work<S::ROWS> &w)
 {
     const int lane = threadIdx.x % 32, i0 = tile * S::ROWS;
-    const int from = part * part_keys, to = from + part_keys;
     const auto band = [&](int i, int &low, int &high) {
+        const int from = only_now(part) * by.keys, to = from + by.keys;
         narrow_band(a, w.s, i, low, high);
         low = min(max(low, from), to), high = max(low, min(high, to));
     };
     int rows = 0;
     if (lane == 0) {
         w.s = span_of(a, head / a.Hq);
-        w.turn = turn, w.part = part, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0,
+        w.turn = turn, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0;
         w.rows = rows = min(S::ROWS, w.s.rows - i0);
     }
     __syncwarp();
@@ -143,6 +145,12 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
         else if (w.clear_to < seen)
             seen = (max(max(w.high[i], w.high[last]) - w.first, 0) + S::KEYS - 1) / S::KEYS;
         w.seen[lane] = seen;
+    } else if (only_now(lane) >= 30) {
+        const bool o = only_now(lane) == 30;
+        int64_t at = row_at(o ? a.o : a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0);
+        if (by.count > 1)
+            at = ((((int64_t)part * only_now(a.B) + w.s.b) * only_now(a.Hq) + w.h) * a.Sq + w.i0) * (o ? a.Dv : 1);
+        (o ? w.o_at : w.lse_at) = at;
     }
     return true;
 }
@@ -163,15 +171,15 @@ __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const ti
         const int heads = min(o.group, o.heads - head0);
 #pragma unroll 1
         for (int round = 0; round < o.rounds; round++, turn++) {
-            const int at = round * blocks + (round % 2 ? blocks - 1 - place : place);
-            if (at >= heads * o.tiles || (again && !sh.has_failed(turn)))
+            const int at = round * blocks + (round % 2 ? blocks - 1 - only_now(place) : place);
+            if (at >= heads * only_now(o.tiles) || (again && !sh.has_failed(turn)))
                 continue;
             const int even = only_now(o.even), by = even ? o.tiles : heads, quotient = at / by,
                       rest = at - quotient * by;
             const int head = head0 + (even ? quotient : rest), tile = even ? rest : o.tiles - 1 - quotient;
             const int parts = only_now(o.by.count);
             wait_closed();
-            if (find_work<S>(a, turn, head, tile / parts, tile % parts, o.by.keys, sh.work[count % AHEAD]))
+            if (find_work<S>(a, turn, head, tile / parts, tile % parts, o.by, sh.work[count % AHEAD]))
                 tell();
         }
         place += o.shift;
@@ -184,7 +192,32 @@ __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const ti
     tell();
 }
 
-/* ---- The loader -------------------------------------------------------------------------------------------------- */
+/* ---- The loaders ------------------------------------------------------------------------------------------------- */
+
+/* Fetches Q, by one thread: 64 rows for each warpgroup, as soon as it is done with those of its tile before. count: tiles
+ * so far. */
+template <class S> __device__ inline void fetch_q(forward_shared<S> &sh, const tensor_map &q, int &count)
+{
+    for (bool more = true; more; count++) {
+        const int n = count;
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        wait(shared_address(&sh.planned[n % AHEAD]), n / AHEAD % 2);
+        more = w.rows > 0;
+#pragma unroll 1
+        for (int group = 0; group < S::GROUPS; group++) {
+            const uint32_t full = shared_address(&sh.q_full[group]);
+            const int part = S::part(group, n);
+            const bool wanted = more && w.seen[part] > 0;
+            const int row = w.s.q_row + w.i0 + part * 64, head = w.h, batch = w.s.q_batch;
+            wait(shared_address(&sh.q_empty[group]), n % 2 ^ 1);
+            if (wanted) {
+                arrive_expecting(full, tile_bytes<S::D, 64>);
+                load_tile<S::D, 64>(shared_address(sh.Q[group]), q, row, head, batch, full);
+            } else
+                arrive(full);
+        }
+    }
+}
 
 /* V rows beyond the end of the sequence belong to somebody else or to nobody: whatever they hold, 0 times it must be
  * 0. By a whole warp, which waits for the tile to land. */
@@ -199,45 +232,30 @@ template <class S> __device__ inline void clear_rows(forward_shared<S> &sh, char
     __syncwarp();
 }
 
-/* The loader's warp. Tiles and their blocks are one long stream to it: K goes one block ahead of V, into the next tile
- * too, and the next tile's Q is asked for in the middle of this one. */
+/* Fetches K and V, by a warp. Tiles and their blocks are one long stream to it: K goes one block ahead of V, into the next
+ * tile too. */
 template <class S> struct loader {
     static constexpr int KV_BYTES = tile_bytes<S::D, S::KEYS>;
     forward_shared<S> &sh;
-    const tensor_map &q, &k, &v;
+    const tensor_map &k, &v;
     const bool ragged, leader; /* ragged: rows may follow a sequence that are not its own */
-    ring<S::K_STAGES> at_k;
-    ring<S::V_STAGES> at_v;
+    ring<S::STAGES> at_k, at_v;
     int landed, count; /* count: tiles so far */
-
-    __device__ void load_q(int n)
-    {
-        if (n >= S::Q_STAGES) /* the warpgroups are done with the tile that was there */
-            wait(shared_address(&sh.q_empty[(n - S::Q_STAGES) % 2]), (n - S::Q_STAGES) / 2 % 2);
-        if (leader) {
-            const uint32_t full = shared_address(&sh.q_full[n % 2]);
-            const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
-            arrive_expecting(full, tile_bytes<S::D, S::ROWS>);
-            load_tile<S::D, S::ROWS>(shared_address(sh.q_tile(n)), q, w.s.q_row + w.i0, w.h, w.s.q_batch, full);
-        }
-    }
 
     /* Starts the next tile; its blocks, or -1 where there are no more tiles. */
     __device__ int next_tile()
     {
         const int n = count++;
-        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
         wait(shared_address(&sh.planned[n % AHEAD]), n / AHEAD % 2);
-        const int blocks = w.rows ? w.blocks : -1;
-        if (blocks > 0 && S::Q_STAGES == 2)
-            load_q(n);
-        else if (blocks <= 0) {
-            if (n >= 2)
-                wait(shared_address(&sh.q_empty[n % 2]), n / 2 % 2 ^ 1);
-            if (leader)
-                arrive(shared_address(&sh.q_full[n % 2]));
-        }
-        return blocks;
+        return sh.work[n % AHEAD].rows ? sh.work[n % AHEAD].blocks : -1;
+    }
+
+    /* Tile n is not looked at any more. */
+    __device__ void close(int n)
+    {
+        __syncwarp();
+        if (leader)
+            arrive(shared_address(&sh.closed[n % AHEAD]));
     }
 
     __device__ void load_k(int n, int j)
@@ -260,7 +278,6 @@ template <class S> struct loader {
         const bool foreign = ragged && n0 + S::KEYS > w.s.keys;
         const uint32_t full = shared_address(&sh.v_full[at_v.at()]), on = foreign ? shared_address(&sh.v_landed) : full;
         wait(shared_address(&sh.v_empty[at_v.at()]), at_v.parity() ^ 1);
-        __syncwarp(); /* all lanes have read w, which may be planned anew once the last V has landed */
         if (leader) {
             arrive_expecting(on, KV_BYTES);
             load_tile<S::D, S::KEYS>(shared_address(sh.V[at_v.at()]), v, w.s.k_row + n0, w.hk, w.s.k_batch, on);
@@ -275,20 +292,23 @@ template <class S> struct loader {
 
     __device__ void run()
     {
-        for (int blocks = 0, next; blocks >= 0; blocks = next) { /* before the first tile comes one without blocks */
+        bool first = true;
+        for (int blocks = 0, next = 0; blocks >= 0;
+             blocks = next, first = false) { /* first comes a tile of no blocks */
             const int n = count - 1;
             for (int j = max(blocks - 1, 0); j >= 0; j--) {
-                if (j == max(blocks - 3, 0))
+                if (j == 0)
                     next = next_tile();
                 const int ahead = (j > 0 ? j : next) - 1;
                 if (ahead >= 0)
                     load_k(j > 0 ? n : n + 1, ahead);
                 if (blocks)
                     load_v(n, j);
-                if (S::Q_STAGES == 1 && blocks && j == blocks - 1)
-                    load_q(n);
             }
+            if (!first)
+                close(n);
         }
+        close(count - 1);
     }
 };
 

@@ -1,28 +1,31 @@
 /* The rows of the Hopper forward: which shape serves which head size, and when keys are taken in parts. */
 #include "forward_sm90.cuh"
 
-/* The softcap wants registers, so there are fewer keys at once, or fewer warpgroups. */
+/* Four warpgroups in turn hide each other's latencies best, where the registers suffice: short sequences are made of little
+ * else. The softcap wants registers too, so there are fewer keys at once. A rule must not look at what else is in a
+ * batch, nor at the device: the rounding of a result must not depend on them. */
 template <class T> static heed_status run(const args &a, const key_parts &by, int units, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
+    const bool brief = !a.offsets_k && a.Sk <= 1024 * a.col_step;
     heed_status (*launch)(const args &, const key_parts &, int, const heed_exec *);
     if (a.softcap > 0)
-        launch = width <= 64    ? forward_sm90_launch<T, forward_shape<64, 2, 128, 2, 4, 4, false, true, true>>
-                 : width <= 96  ? forward_sm90_launch<T, forward_shape<96, 2, 128, 2, 2, 2, false, true, true>>
-                 : width <= 128 ? forward_sm90_launch<T, forward_shape<128, 2, 112, 2, 2, 2, false, true, true>>
-                 : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 96, 1, 2, 2, false, true, true>>
-                                : forward_sm90_launch<T, forward_shape<256, 2, 48, 1, 2, 2, false, true, true>>;
+        launch = width <= 64    ? forward_sm90_launch<T, forward_shape<64, 4, 64, 8, false, true>>
+                 : width <= 96  ? forward_sm90_launch<T, forward_shape<96, 4, 64, 2, false, true>>
+                 : width <= 128 ? forward_sm90_launch<T, forward_shape<128, 2, 112, 2, true, true>>
+                 : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 96, 2, true, true>>
+                                : forward_sm90_launch<T, forward_shape<256, 2, 48, 2, true, true>>;
     else
-        launch = width <= 64    ? forward_sm90_launch<T, forward_shape<64, 3, 112, 2, 4, 4, true, true>>
-                 : width <= 96  ? forward_sm90_launch<T, forward_shape<96, 3, 96, 1, 2, 2, false, true>>
-                 : width <= 128 ? forward_sm90_launch<T, forward_shape<128, 2, 128, 2, 2, 2, false, true>>
-                 : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 96, 1, 2, 2, false, true>>
-                                : forward_sm90_launch<T, forward_shape<256, 2, 64, 1, 2, 2, false, true>>;
+        launch = width <= 64            ? forward_sm90_launch<T, forward_shape<64, 4, 64, 8, false>>
+                 : width <= 96 && brief ? forward_sm90_launch<T, forward_shape<96, 4, 64, 2, false>>
+                 : width <= 96          ? forward_sm90_launch<T, forward_shape<96, 3, 96, 2, true>>
+                 : width <= 128         ? forward_sm90_launch<T, forward_shape<128, 2, 128, 2, true>>
+                 : width <= 192         ? forward_sm90_launch<T, forward_shape<192, 2, 96, 2, true>>
+                                        : forward_sm90_launch<T, forward_shape<256, 2, 64, 2, true>>;
     return launch(a, by, units, x);
 }
 
-/* Few rows and many keys are taken in parts, so that a small batch fills the device. The rule looks at one sequence only:
- * the rounding of its result must not depend on the batch, nor on the device. Parts are whole blocks of 64, 96 and 112
+/* Few rows and many keys are taken in parts, so that a small batch fills the device. Parts are whole blocks of 64, 96 and 112
  * keys; the more rows, the more a part costs, and the longer it is. */
 static key_parts parts_of(const heed_problem *p)
 {

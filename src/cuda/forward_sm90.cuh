@@ -1,10 +1,11 @@
-/* Forward for Hopper, fp16 and bf16. A block stays on its multiprocessor and takes tile after tile of rows: one warp
- * plans them, one keeps the copy engine busy, and two or three warpgroups of 64 rows each compute
+/* Forward for Hopper, fp16 and bf16. A block stays on its multiprocessor and takes tile after tile of rows: one warp plans
+ * them, two keep the copy engine busy, and two to four warpgroups of 64 rows each compute
  *
  *     S = Q K^T     P = 2^(c S - c m)     O += P V
  *
- * over the keys from the last to the first, 64 to 128 at a time. The next S and the present O += P V are in the tensor
- * core together, and the exponentials of that S are taken under the latter.
+ * over the keys from the last to the first, 64 to 128 at a time. They share K and V and nothing else: each goes from tile
+ * to tile by itself, as far ahead of the others as the buffers reach, so that what one has to do between two tiles
+ * happens under the products of the others.
  *
  * The maximum m only keeps the exponentials in range: any value near it gives the same result. So m is taken from the
  * first keys that a row sees and then left alone, which takes it off the critical path. Should a later key be so much
@@ -20,204 +21,177 @@
 /* A value that all lanes have: said so, it goes into the registers that name tiles to the tensor core. */
 __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-/* One of the warpgroups. Each step takes P of one block to O += P V and makes S and P of the next, which at the end of a
- * tile is the first of the next tile: the tensor core has the one to do while the exponentials of the other are taken.
- * Two copies of this: a short one for the blocks within a tile, and one for all that can happen between tiles. */
-template <class T, class S>
-__device__ inline void consume(forward_shared<S> &sh, const args &a, const tile_order &order)
-{
-    constexpr bool OVERLAP = S::Q_STAGES == 2; /* of tiles: the first S of one and the last P V of another */
-    constexpr int KEYS = S::KEYS, D = S::D, GROUPS = S::GROUPS, K_BYTES = sizeof sh.K[0], V_BYTES = sizeof sh.V[0];
-    const int lane = threadIdx.x % 32, group = uniform(threadIdx.x / 128) - 1;
-    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const float c = (S::CAPPED ? a.softcap : a.scale) * LOG2E;
-    const row_state fresh = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {}, { 1.0f, 1.0f } };
-    const uint32_t q_full = shared_address(sh.q_full), q_empty = shared_address(sh.q_empty),
-                   k_full = shared_address(sh.k_full), v_full = shared_address(sh.v_full),
-                   k_empty = shared_address(sh.k_empty), v_empty = shared_address(sh.v_empty);
-    const uint64_t Q0 = tile_at(shared_address(sh.Q) + group * 64 * 128), K0 = tile_at(shared_address(sh.K)),
-                   V0 = tile_at(shared_address(sh.V), KEYS * 128);
-    float O[D / 2];
-    uint32_t P[KEYS / 16][4];
-    row_state x;
-    int n = -1, j = 0, keep = 0;                    /* P is that of block j of tile n; keep = 0: its first */
-    bool open = false, real = false, ended = false; /* tile n is open; P is that of a block; there are no more tiles */
-    bool exact = !S::FIRST;
-    ring<S::K_STAGES> at_k;
-    ring<S::V_STAGES> at_v;
-    const auto release = [&](uint32_t empty, auto &at) {
-        if (lane == 0)
-            arrive(empty + 8 * at.at());
-        at.next();
-    };
-    const auto take_turn = [&]() {
-        if (S::TURNS)
-            named_sync(8 + group, 256);
-    };
-    const auto pass_turn = [&]() {
-        if (S::TURNS)
-            named_arrive(8 + (group + 1) % GROUPS, 256);
-    };
-    const auto send = [&](int n, const float(&divide)[2], bool good) {
-        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
-        good &= send_out<T, S>(O, divide, a, w, order, sh.out[threadIdx.x / 32 - 4], row - lane / 4);
-        if (S::FIRST && !exact && real && !good)
-            sh.fails(w.turn);
-        __syncwarp();
-        if (lane == 0)
-            arrive(shared_address(&sh.closed[n % AHEAD]));
-    };
-    const auto q_desc = [&](int n) { return on(Q0, S::Q_STAGES == 1 ? 0 : uniform(n % 2) * (int)sizeof sh.Q[0]); };
-    const auto skip = [&](int unseen, bool keys, bool values) {
+/* One of the warpgroups: what it knows, and where it is in the stream of blocks. */
+template <class T, class S> struct warpgroup {
+    static constexpr int D = S::D, KEYS = S::KEYS;
+    forward_shared<S> &sh;
+    const args &a;
+    const int group;
+    const float c;
+    bool exact; /* the maximum follows the keys */
+    ring<S::STAGES> at;
+
+    __device__ int lane() const { return threadIdx.x % 32; }
+    __device__ uint64_t Q() const { return tile_at(shared_address(sh.Q) + group * (int)sizeof sh.Q[0]); }
+    __device__ uint64_t K(int stage) const { return on(tile_at(shared_address(sh.K)), stage * (int)sizeof sh.K[0]); }
+    __device__ uint64_t V(int stage) const
+    {
+        return on(tile_at(shared_address(sh.V), KEYS * 128), stage * (int)sizeof sh.V[0]);
+    }
+
+    __device__ void release(uint64_t &empty)
+    {
+        if (lane() == 0)
+            arrive(shared_address(&empty));
+    }
+
+    /* Lets blocks pass that none of these rows sees. */
+    __device__ void skip(int blocks)
+    {
 #pragma unroll 1
-        for (int i = 0; i < unseen; i++) {
-            if (keys) {
-                wait(k_full + 8 * at_k.at(), at_k.parity());
-                take_turn(), pass_turn();
-                release(k_empty, at_k);
-            }
-            if (values) {
-                wait(v_full + 8 * at_v.at(), at_v.parity());
-                release(v_empty, at_v);
-            }
+        for (; blocks > 0; blocks--, at.next()) {
+            wait(shared_address(&sh.k_full[at.at()]), at.parity());
+            release(sh.k_empty[at.at()]);
+            wait(shared_address(&sh.v_full[at.at()]), at.parity());
+            release(sh.v_empty[at.at()]);
         }
-    };
-    if (S::TURNS && group == GROUPS - 1)
-        pass_turn(); /* the first turn is the first group's */
+    }
 
-    for (;;) {
-        float divide[2];
-        if (!OVERLAP && open) { /* the last O += P V of tile n by itself */
-            if (real)
-                wait(v_full + 8 * at_v.at(), at_v.parity());
-            wgmma_fence();
-            multiply_columns<T, D, KEYS>(O, P, on(V0, uniform(at_v.at()) * V_BYTES), keep);
-            wgmma_commit();
-            const bool good = conclude<S>(x, a, sh.work[n % AHEAD], row, order, divide);
+    /* S = Q K^T for the block in this stage. */
+    __device__ void multiply_keys(float (&s)[KEYS / 2], int stage, int parity)
+    {
+        wait(shared_address(&sh.k_full[stage]), parity);
+        wgmma_fence();
+        multiply_rows<T, D, 64, KEYS>(s, Q(), K(stage));
+        wgmma_commit();
+    }
+
+    /* O += P V, or O = P V, for the block that it is the turn of. */
+    __device__ void multiply_values(float (&O)[D / 2], const uint32_t (&P)[KEYS / 16][4], int keep)
+    {
+        const int stage = uniform(at.at());
+        wait(shared_address(&sh.v_full[stage]), at.parity());
+        wgmma_fence();
+        multiply_columns<T, D, KEYS>(O, P, V(stage), keep);
+        wgmma_commit();
+    }
+
+    /* Waits for the last O += P V, if there was any. */
+    __device__ void finish(bool any = true)
+    {
+        wgmma_wait<0>();
+        if (any) {
+            release(sh.v_empty[at.at()]);
+            at.next();
+        }
+    }
+
+    /* The blocks of a tile, S and O += P V one after the other: the other warpgroups keep the tensor core busy. The last
+     * O += P V is left running. */
+    __device__ void attend_in_turn(float (&O)[D / 2], uint32_t (&P)[KEYS / 16][4], row_state &x,
+                                   const forward_work<S::ROWS> &w, int row, int seen)
+    {
+        bool unset = true; /* some row of the warp has no maximum yet */
+        const int clear_from = w.clear_from, clear_to = w.clear_to;
+#pragma unroll 1
+        for (int j = seen - 1; j >= 0; j--) {
+            float s[KEYS / 2];
+            finish(j != seen - 1);
+            const int stage = uniform(at.at());
+            multiply_keys(s, stage, at.parity());
             wgmma_wait<0>();
-            if (real)
-                release(v_empty, at_v);
-            send(n, divide, good);
-            open = false;
+            release(sh.k_empty[stage]);
+            if (j == 0)
+                release(sh.q_empty[group]);
+            if (weigh<S>(s, x, a, w, row, j, j < clear_from || j >= clear_to, c, exact, unset) && j != seen - 1)
+#pragma unroll
+                for (int i = 0; i < D / 2; i++)
+                    O[i] *= x.factor[i / 2 % 2];
+            pack_rows<T, KEYS>(P, s);
+            multiply_values(O, P, j != seen - 1);
         }
+    }
 
-        /* What comes after tile n? */
-        bool next = false;
-        int seen = 0, unseen = 0;
-        if (!ended) {
-            wait(q_full + (n + 1) % 2 * 8, (n + 1) / 2 % 2);
-            const forward_work<S::ROWS> &w = sh.work[(n + 1) % AHEAD];
-            ended = w.rows == 0;
-            seen = w.seen[group], unseen = w.blocks - seen;
-            next = !ended && seen > 0 && (!open || unseen < S::V_STAGES);
-            if (!ended && !open) {
-                skip(unseen, true, true), unseen = 0;
-                if (seen == 0) { /* nothing to see: as if it had been seen */
-                    n++;
-                    if (lane == 0)
-                        arrive(q_empty + n % 2 * 8);
-                    x = fresh;
-                    open = true, real = false;
-                    continue;
-                }
-            }
-            if (next)
-                skip(unseen, true, false); /* their V comes after the last of tile n */
-        }
-        if (!next && !open) { /* the run is over */
-            n++;
-            if (lane == 0)
-                arrive(q_empty + n % 2 * 8), arrive(shared_address(&sh.closed[n % AHEAD]));
-            if (S::FIRST)
-                named_sync(1, 64 + 128 * GROUPS); /* now it is known which tiles failed */
-            if (exact)
-                break;
-            exact = true, ended = false;
-            continue;
-        }
-
-        /* The last O += P V of tile n, if one is open, and the first S and P of the next, if there is one. Products that
-         * are not wanted are computed all the same, of whatever there is, and not used. */
-        bool good = true, unset = true; /* unset: some row of the warp has no maximum yet */
+    /* The same with the next S and the present O += P V in the tensor core together, and the exponentials of that S taken
+     * under the latter. */
+    __device__ void attend_overlapped(float (&O)[D / 2], uint32_t (&P)[KEYS / 16][4], row_state &x,
+                                      const forward_work<S::ROWS> &w, int row, int seen)
+    {
+        bool unset = true;
+        const int clear_from = w.clear_from, clear_to = w.clear_to;
         {
             float s[KEYS / 2];
-            const uint64_t K = on(K0, uniform(at_k.at()) * K_BYTES), V = on(V0, uniform(at_v.at()) * V_BYTES);
-            if (next) {
-                wait(k_full + 8 * at_k.at(), at_k.parity());
-                take_turn();
-            }
-            if (OVERLAP && real)
-                wait(v_full + 8 * at_v.at(), at_v.parity());
-            wgmma_fence();
-            multiply_rows<T, D, S::ROWS, KEYS>(s, q_desc(n + 1), K);
-            wgmma_commit();
-            if (OVERLAP) {
-                multiply_columns<T, D, KEYS>(O, P, V, keep);
-                wgmma_commit();
-            }
-            if (next)
-                pass_turn();
-            if (OVERLAP && open)
-                good = conclude<S>(x, a, sh.work[n % AHEAD], row, order, divide);
-            wgmma_wait<OVERLAP>();
-            if (next) {
-                release(k_empty, at_k);
-                if (seen == 1 && lane == 0)
-                    arrive(q_empty + (n + 1) % 2 * 8);
-                const forward_work<S::ROWS> &w = sh.work[(n + 1) % AHEAD];
-                x = fresh;
-                j = seen - 1;
-                weigh<S>(s, x, a, w, row, j, j < w.clear_from || j >= w.clear_to, c, exact, unset);
-                keep_order(__float_as_int(x.l[0] + x.l[1]));
-            }
+            const int stage = uniform(at.at());
+            multiply_keys(s, stage, at.parity());
             wgmma_wait<0>();
-            if (OVERLAP && real)
-                release(v_empty, at_v);
+            release(sh.k_empty[stage]);
+            if (seen == 1)
+                release(sh.q_empty[group]);
+            weigh<S>(s, x, a, w, row, seen - 1, seen - 1 < clear_from || seen - 1 >= clear_to, c, exact, unset);
             pack_rows<T, KEYS>(P, s);
-            if (OVERLAP && open)
-                send(n, divide, good);
-            if (next)
-                skip(unseen, false, true);
         }
-        open = real = next, keep = 0;
-        if (!next)
-            continue;
-        n++;
-        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
-        const int clear_from = w.clear_from, clear_to = w.clear_to;
-        const uint64_t Q = q_desc(n);
-        while (j > 0) {
-            j--;
+#pragma unroll 1
+        for (int j = seen - 2; j >= 0; j--) {
             float s[KEYS / 2];
-            const uint64_t K = on(K0, uniform(at_k.at()) * K_BYTES), V = on(V0, uniform(at_v.at()) * V_BYTES);
-            wait(k_full + 8 * at_k.at(), at_k.parity());
-            wait(v_full + 8 * at_v.at(), at_v.parity());
-            take_turn();
-            wgmma_fence();
-            multiply_rows<T, D, S::ROWS, KEYS>(s, Q, K);
-            wgmma_commit();
-            multiply_columns<T, D, KEYS>(O, P, V, keep);
-            wgmma_commit();
-            pass_turn();
-            keep = 1;
+            ring<S::STAGES> ahead = at;
+            ahead.next();
+            const int stage = uniform(ahead.at());
+            multiply_keys(s, stage, ahead.parity());
+            multiply_values(O, P, j != seen - 2);
             wgmma_wait<1>();
-            release(k_empty, at_k);
-            if (j == 0 && lane == 0)
-                arrive(q_empty + n % 2 * 8); /* the tile's last S */
+            release(sh.k_empty[stage]);
+            if (j == 0)
+                release(sh.q_empty[group]);
             const bool grew = weigh<S>(s, x, a, w, row, j, j < clear_from || j >= clear_to, c, exact, unset);
             keep_order(__float_as_int(x.l[0] + x.l[1]));
-            wgmma_wait<0>();
-            release(v_empty, at_v);
+            finish();
             if (grew)
 #pragma unroll
                 for (int i = 0; i < D / 2; i++)
                     O[i] *= x.factor[i / 2 % 2];
             pack_rows<T, KEYS>(P, s);
         }
+        multiply_values(O, P, seen > 1);
     }
-    if (S::TURNS && group == 0)
-        take_turn(); /* which nobody uses */
-}
+
+    /* All tiles, twice: the second time those only that went out of range. */
+    __device__ void run(const tile_order &order)
+    {
+#pragma unroll 1
+        for (int n = 0;; n++) {
+            wait(shared_address(&sh.q_full[group]), n % 2);
+            const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+            uint64_t &closed = sh.closed[n % AHEAD];
+            if (w.rows == 0) {
+                release(sh.q_empty[group]), release(closed);
+                named_sync(1, 96 + 128 * S::GROUPS); /* now it is known which tiles failed */
+                if (exact)
+                    return;
+                exact = true;
+                continue;
+            }
+            float O[D / 2], divide[2];
+            uint32_t P[KEYS / 16][4];
+            row_state x = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {}, { 1.0f, 1.0f } };
+            const int part = S::part(group, n), warp = threadIdx.x / 32 % 4, row0 = part * 64 + warp * 16;
+            const int seen = w.seen[part];
+            skip(w.blocks - seen);
+            if (seen == 0)
+                release(sh.q_empty[group]);
+            else if (S::OVERLAP)
+                attend_overlapped(O, P, x, w, row0 + lane() / 4, seen);
+            else
+                attend_in_turn(O, P, x, w, row0 + lane() / 4, seen);
+            bool good = conclude<S>(x, a, w, row0 + lane() / 4, order.by, divide);
+            finish(seen > 0);
+            good &= send_out<T, S>(O, divide, a, w, order.by, sh.out[group * 4 + warp], row0);
+            if (!exact && seen > 0 && !good)
+                sh.fails(w.turn);
+            __syncwarp();
+            release(closed);
+        }
+    }
+};
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
@@ -233,15 +207,15 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     if (threadIdx.x < 64)
         sh.failed[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++)
-            barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4 * S::GROUPS);
-        for (int i = 0; i < S::K_STAGES; i++)
+        for (int i = 0; i < S::GROUPS; i++)
+            barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
+        for (int i = 0; i < S::STAGES; i++) {
             barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 4 * S::GROUPS);
-        for (int i = 0; i < S::V_STAGES; i++)
             barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
+        }
         for (int i = 0; i < AHEAD; i++)
             barrier_init(shared_address(&sh.planned[i]), 32),
-                barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS);
+                barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS + 1);
         barrier_init(shared_address(&sh.v_landed), 1);
         barrier_init_done();
         prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
@@ -249,25 +223,34 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     __syncthreads();
     if (threadIdx.x < 128) {
         fewer_registers<S::PRODUCER_REGISTERS>();
-        constexpr int RUNS = S::FIRST ? 2 : 1, ALL = 64 + 128 * S::GROUPS;
+        int tiles = 0;
         if (threadIdx.x < 32) {
-            loader<S> l = { sh, q, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
-            for (int run = 0; run < RUNS; run++) {
+            loader<S> l = { sh, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
+#pragma unroll 1
+            for (int run = 0; run < 2; run++) {
                 l.run();
-                if (S::FIRST)
-                    named_sync(1, ALL);
+                named_sync(1, 96 + 128 * S::GROUPS);
             }
         } else if (threadIdx.x < 64) {
-            int tiles = 0;
-            for (int run = 0; run < RUNS; run++) {
+#pragma unroll 1
+            for (int run = 0; run < 2; run++) {
                 plan_tiles<S>(sh, a, order, tiles, run);
-                if (S::FIRST)
-                    named_sync(1, ALL);
+                named_sync(1, 96 + 128 * S::GROUPS);
+            }
+        } else if (threadIdx.x < 96) {
+#pragma unroll 1
+            for (int run = 0; run < 2; run++) {
+                if (threadIdx.x == 64)
+                    fetch_q<S>(sh, q, tiles);
+                __syncwarp();
+                named_sync(1, 96 + 128 * S::GROUPS);
             }
         }
     } else {
         more_registers<S::REGISTERS>();
-        consume<T, S>(sh, a, order);
+        const float c = (S::CAPPED ? a.softcap : a.scale) * LOG2E;
+        warpgroup<T, S> g = { sh, a, uniform(threadIdx.x / 128) - 1, c, false, {} };
+        g.run(order);
     }
 #endif
 }
@@ -292,7 +275,7 @@ heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, c
         keys = values = a.q, rows = 1;
     const int q_batches = a.offsets_q ? 1 : a.B, k_batches = a.offsets_k ? 1 : a.B;
     tensor_map q, k, v;
-    heed_status status = heed_tensor_map(&q, a.q, a.D, a.q_rows, a.Hq, q_batches, S::ROWS);
+    heed_status status = heed_tensor_map(&q, a.q, a.D, a.q_rows, a.Hq, q_batches, 64);
     if (!status)
         status = heed_tensor_map(&k, keys, a.D, rows, a.Hk, k_batches, S::KEYS);
     if (!status)
@@ -300,7 +283,7 @@ heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, c
     if (status)
         return status;
     const int64_t cached = (int64_t)32 << 20, head_bytes = rows * (a.D + a.Dv) * 2, blocks = HEED_MIN(total, units);
-    const bool even = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q;
+    const bool even = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q && a.Sq % S::ROWS == 0;
     const int64_t group = even ? heads : HEED_MIN(heads, HEED_MAX(1, cached / head_bytes) * a.G);
     const tile_order order = {
         (int)tiles, (int)heads, even, (int)group, (int)tiles_of(group * tiles, blocks), (int)(group * tiles % blocks),

@@ -238,6 +238,14 @@ __device__ inline float reciprocal_fast(float x)
     return y;
 }
 
+/* Ones from bit `from` on, so many of them. */
+__device__ inline uint32_t bit_mask(int from, int count)
+{
+    uint32_t y;
+    asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(y) : "r"(from), "r"(count));
+    return y;
+}
+
 /* A nap that is never taken, for x >= 0: the assembler moves a wait for wgmma up past arithmetic that was to run in its
  * shadow, but not past this. (A loop that is never entered, it deletes.) */
 __device__ inline void keep_order(int x)

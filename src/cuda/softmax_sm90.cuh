@@ -5,20 +5,21 @@
 
 #include "feed_sm90.cuh"
 
-/* Hides what a row does not see. A lane has two rows, r and r + 8. */
+/* Hides what a row does not see. A lane has two rows, r and r + 8, and of each block of 8 columns two, from n0 on. */
 template <class S> __device__ inline void hide(float (&s)[S::KEYS / 2], const forward_work<S::ROWS> &w, int row, int n0)
 {
+    const auto below = [&](int n) { /* how many of the lane's columns come before column n */
+                                    n = min(max(n - n0, 0), S::KEYS);
+                                    return n / 8 * 2 + min(n % 8, 2);
+    };
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int low = w.low[row + 8 * r] - n0, high = w.high[row + 8 * r] - n0;
+        const int from = below(w.low[row + 8 * r]);
+        const uint32_t visible = bit_mask(from, below(w.high[row + 8 * r]) - from);
 #pragma unroll
-        for (int i = 0; i < S::KEYS / 8; i++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int n = 8 * i + e; /* and 2 (lane % 4), which the caller has added to n0 */
-                if (n < low || n >= high)
-                    s[4 * i + 2 * r + e] = -CUDART_INF_F;
-            }
+        for (int i = 0; i < S::KEYS / 4; i++)
+            if (!(visible >> i & 1))
+                s[i / 2 * 4 + 2 * r + i % 2] = -CUDART_INF_F;
     }
 }
 
@@ -105,47 +106,45 @@ __device__ inline bool weigh(float (&s)[S::KEYS / 2], row_state &x, const args &
     return grew;
 }
 
-/* The number of row i of a tile among the rows of all parts. */
-template <int ROWS> __device__ inline int64_t part_row(const args &a, const forward_work<ROWS> &w, int i)
-{
-    return (((int64_t)w.part * a.B + w.s.b) * a.Hq + w.h) * a.Sq + w.i0 + i;
-}
-
-/* The sums are complete: writes lse; divide: what is left to multiply O with. False where something was out of range. */
+/* The sums are complete: writes lse; divide: what is left to multiply O with. False where
+ * something of the warp was out of range. */
 template <class S>
 __device__ inline bool conclude(const row_state &x, const args &a, const forward_work<S::ROWS> &w, int row,
-                                const tile_order &order, float (&divide)[2])
+                                const key_parts &by, float (&divide)[2])
 {
-    const float sink = a.sink.data && order.by.count == 1 ? load(a.sink, row_at(a.sink, 0, w.h, 0)) : -CUDART_INF_F;
-    float size = 0.0f;
+    float sum[2] = { quad_sum(x.l[0]), quad_sum(x.l[1]) }, most[2];
+    const bool good = !__any_sync(~0u, !(fabsf(sum[0]) + fabsf(sum[1]) < 1e37f));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int i = row + 8 * r;
-        float sum = quad_sum(x.l[r]), own = x.m[r] * (S::CAPPED ? a.softcap : a.scale), most = fmaxf(own, sink);
-        size += fabsf(sum);
-        divide[r] = 0.0f;
-        if (sum != 0.0f) { /* else the row saw no key */
-            const float factor = exp2_fast((own - most) * LOG2E);
-            sum = sum * factor + exp2_fast((sink - most) * LOG2E);
-            divide[r] = factor / sum;
-        }
-        if (threadIdx.x % 4 == 0 && i < w.rows) {
-            float *const lse = order.by.count > 1 ? order.by.lse + part_row(a, w, i)
-                               : a.lse.data
-                                   ? (float *)a.lse.data + row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i)
-                                   : NULL;
-            if (lse)
-                *lse = sum == 0.0f ? -CUDART_INF_F : most + logf(sum);
-        }
+        most[r] = x.m[r] * (S::CAPPED ? a.softcap : a.scale);
+        divide[r] = sum[r] == 0.0f ? 0.0f : reciprocal_fast(sum[r]); /* 0: the row saw no key */
     }
-    return size < 1e37f;
+    if (a.sink.data && by.count == 1) {
+        const float sink = load(a.sink, row_at(a.sink, 0, w.h, 0));
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            if (sum[r] != 0.0f) {
+                const float all = fmaxf(most[r], sink), factor = exp2_fast((most[r] - all) * LOG2E);
+                sum[r] = sum[r] * factor + exp2_fast((sink - all) * LOG2E);
+                divide[r] = factor / sum[r], most[r] = all;
+            }
+    }
+    float *const lse = by.count > 1 ? by.lse : (float *)a.lse.data;
+    if (lse && threadIdx.x % 4 == 0) {
+        const int64_t pitch = by.count > 1 ? 1 : a.lse.stride[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            if (row + 8 * r < w.rows)
+                lse[w.lse_at + (row + 8 * r) * pitch] = sum[r] == 0.0f ? -CUDART_INF_F : most[r] + logf(sum[r]);
+    }
+    return good;
 }
 
 /* A tile is over for this group: O is divided and leaves, 64 columns at a time, through a few rows of shared memory that
  * are the warp's own. The O of a part leaves as it is. False where something was out of range. */
 template <class T, class S>
 __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], const args &a,
-                                const forward_work<S::ROWS> &w, const tile_order &order, char *out, int row0)
+                                const forward_work<S::ROWS> &w, const key_parts &by, char *out, int row0)
 {
     const int lane = threadIdx.x % 32, rows = w.rows - row0;
     float size[4] = {};
@@ -154,15 +153,16 @@ __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], 
         size[i % 4] += fabsf(O[i]);
         O[i] *= divide[i / 2 % 2];
     }
+    const bool good = !__any_sync(~0u, !(size[0] + size[1] + size[2] + size[3] < 1e37f));
     if (__any_sync(~0u, divide[0] == 0.0f || divide[1] == 0.0f)) /* without a key O may be anything */
 #pragma unroll
         for (int i = 0; i < S::D / 2; i++)
             O[i] = divide[i / 2 % 2] == 0.0f ? 0.0f : O[i];
-    if (order.by.count > 1) {
+    if (by.count > 1) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int i = lane / 4 + 8 * r;
-            float *const o = order.by.o + part_row(a, w, row0 + i) * a.Dv;
+            float *const o = by.o + w.o_at + (int64_t)(row0 + i) * a.Dv;
             if (i < rows)
 #pragma unroll
                 for (int c = 0; c < S::D / 4; c++) {
@@ -171,10 +171,10 @@ __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], 
                         o[column] = O[c / 2 * 4 + 2 * r + c % 2];
                 }
         }
-        return size[0] + size[1] + size[2] + size[3] < 1e37f;
+        return good;
     }
     const int64_t pitch = a.o.stride[2];
-    T *o = (T *)a.o.data + row_at(a.o, w.s.q_batch, w.h, w.s.q_row + w.i0 + row0 + lane / 8) + lane % 8 * 8;
+    T *o = (T *)a.o.data + w.o_at + (row0 + lane / 8) * pitch + lane % 8 * 8;
     const uint32_t to = shared_address(out) + lane % 16 * 128;
 #pragma unroll
     for (int box = 0; box < (S::D + 63) / 64; box++, o += 64) {
@@ -202,7 +202,7 @@ __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], 
             }
         __syncwarp();
     }
-    return size[0] + size[1] + size[2] + size[3] < 1e37f;
+    return good;
 }
 
 #endif
