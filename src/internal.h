@@ -114,7 +114,7 @@ int64_t heed_key_offset(const heed_problem *p, const heed_span *s, const heed_te
 /* ---- The device ------------------------------------------------------------------------------------------------- */
 
 /* CPU instruction sets, each including those before it. */
-typedef enum heed_isa { HEED_ISA_PLAIN, HEED_ISA_AVX2, HEED_ISA_AVX512, HEED_ISA_AVX512BF16 } heed_isa;
+typedef enum heed_isa { HEED_ISA_PLAIN, HEED_ISA_AVX2, HEED_ISA_AVX512, HEED_ISA_AVX512BF16, HEED_ISA_AMX } heed_isa;
 
 typedef struct heed_device {
     heed_backend backend;
@@ -251,6 +251,7 @@ HEED_DECLARE_CPU(plain)
 HEED_DECLARE_CPU(avx2)
 HEED_DECLARE_CPU(avx512)
 HEED_DECLARE_CPU(avx512bf16)
+HEED_DECLARE_CPU(amx)
 
 /* The two small operations on whole tensors, in double, element by element: cpu/combine.c. Checked tensors. */
 void heed_merge_cpu(const heed_tensor tensors[4], int threads);

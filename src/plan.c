@@ -36,10 +36,12 @@
 #define CPU_avx2(type) HOST_ROWS(HEED_CPU, "_cpu_", avx2, type, HEED_ISA_AVX2)
 #define CPU_avx512(type) HOST_ROWS(HEED_CPU, "_cpu_", avx512, type, HEED_ISA_AVX512)
 #define CPU_avx512bf16(type) HOST_ROWS(HEED_CPU, "_cpu_", avx512bf16, type, HEED_ISA_AVX512BF16)
+#define CPU_amx(type) HOST_ROWS(HEED_CPU, "_cpu_", amx, type, HEED_ISA_AMX)
 #else
 #define CPU_avx2(type)
 #define CPU_avx512(type)
 #define CPU_avx512bf16(type)
+#define CPU_amx(type)
 #endif
 
 /* The build says of each CUDA source whether it is compiled: HEED_HAS_forward_mma is 1 or 0. */

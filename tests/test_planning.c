@@ -64,6 +64,7 @@ static void every_class_of_processor_gets_its_best_kernel(void **state)
         { "avx2", "cpu_avx2_f32", "cpu_avx2_f16", "cpu_avx2_bf16" },
         { "avx512", "cpu_avx512_f32", "cpu_avx512_f16", "cpu_avx512_bf16" },
         { "avx512bf16", "cpu_avx512_f32", "cpu_avx512_f16", "cpu_avx512bf16_bf16" },
+        { "amx", "cpu_avx512_f32", "cpu_avx512_f16", "cpu_amx_bf16" },
     };
 #else
     static const char *const expected[][4] = { { "plain", "cpu_plain_f32", "cpu_plain_f16", "cpu_plain_bf16" },
@@ -108,7 +109,7 @@ static void every_chip_has_a_name_and_a_plan_or_a_reason(void **state)
         }
         assert_true(text[0] != 0);
     }
-    assert_int_equal(chips, 14);
+    assert_int_equal(chips, 15);
     assert_null(heed_chip_name(-1));
     char text[64] = "as it was";
     assert_int_equal(heed_explain(&a, NULL, &on_cpu, "h2000", text, sizeof text), HEED_BAD_ARGUMENT);

@@ -406,7 +406,7 @@ static void add_to_keys(backward_block *b)
             first++;
         while (last > first && (b->row[last - 1].last <= b->n0 + c || b->row[last - 1].first >= b->n0 + c + R))
             last--;
-        int64_t k = first / PER_UNIT, units = (last + PER_UNIT - 1) / PER_UNIT - k;
+        int64_t k = first / (PER_UNIT * STEP) * STEP, units = (last + PER_UNIT - 1) / PER_UNIT - k;
         if (units <= 0) {
             if (!b->met)
                 clear_key_sums(b, c, R);
@@ -427,7 +427,7 @@ static void add_to_rows(backward_block *b, int add)
         int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0, first, last;
         int whole;
         if (columns_seen(b, r0, rows, &first, &last, &whole)) {
-            int64_t k = first / PER_UNIT;
+            int64_t k = first / (PER_UNIT * STEP) * STEP;
             multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ b->dS + r0 * LDS + k, LDS, 0 },
                      (right){ b->K_rows.data + k * b->K_rows.ld, b->K_rows.ld, PANEL }, rows, f->wide / W,
                      (last + PER_UNIT - 1) / PER_UNIT - k, add ? keep_all : NULL);

@@ -189,10 +189,11 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     }
 
     right V = b->V;
-    int64_t width = round_up(j->p->Dv, W), skip = (first - n0) / PER_UNIT;
+    int64_t width = round_up(j->p->Dv, W), skip = (first - n0) / (PER_UNIT * STEP) * STEP;
     if (!b->is_direct)
         V.data += n0 / PER_UNIT * V.ld;
-    int odd = PER_UNIT > 1 && ((first - n0) % 2 || ((last - n0) % 2 && last < n1)); /* a pair reaches a key beyond */
+    /* A step or a pair reaches a key beyond. */
+    int odd = PER_UNIT > 1 && ((first - n0) % (PER_UNIT * STEP) || ((last - n0) % 2 && last < n1));
     if (j->partial && *finite < 0 && (j->changes || odd || all_first > first || all_last < last)) {
         source values = keys_of(j->p, b->span, &j->p->a.v, b->hk, j->p->Dv);
         *finite = rows_are_finite(&values, n0, n1);

@@ -15,6 +15,11 @@
 #else
 #define HEED_DOT 0
 #endif
+#if defined(__AMX_BF16__) || defined(__AMXBF16__) /* gcc; clang before 17 */
+#define HEED_AMX 1 /* the same pairs, in registers of 16 x 16 */
+#else
+#define HEED_AMX 0
+#endif
 
 #if defined(__AVX512F__)
 #include "vec_avx512.h"

@@ -12,14 +12,17 @@ static void parallel_for(int threads, int64_t count, parallel_body *body, void *
 #ifdef _OPENMP
     if (threads > 1 && count > 1) {
 #pragma omp parallel for num_threads(threads) schedule(monotonic : dynamic, 1)
-        for (int64_t index = 0; index < count; index++)
+        for (int64_t index = 0; index < count; index++) {
             body(context, index, omp_get_thread_num());
+            leave_tiles();
+        }
         return;
     }
 #endif
     (void)threads;
     for (int64_t index = 0; index < count; index++)
         body(context, index, 0);
+    leave_tiles();
 }
 
 /* A workspace is cut into pieces by this counter; the same code counts and hands out. */

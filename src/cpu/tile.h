@@ -8,7 +8,7 @@
  *
  * Along k everything counts in units of 32 bits: a float, or with HEED_DOT a pair of bf16 that one instruction
  * multiplies and sums. A tile keeps R x N vectors of C in registers, R up to MR and N up to NR; its inner loop is one
- * broadcast and N multiply-adds for each row. */
+ * broadcast and N multiply-adds for each row. AMX has tiles of its own: tile_amx.h. */
 
 #include <stdatomic.h>
 
@@ -52,6 +52,26 @@ typedef struct right {
     const float *data;
     int64_t ld, next;
 } right;
+
+#define BC 256        /* keys in a block */
+#define LDS (BC + 16) /* floats from row to row of S: not a power of two, which would crowd the cache's sets */
+
+static const float keep_all[16] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
+
+/* Rows are dealt to tiles evenly, in whole units: 64 rows are 13+13+13+13+12 and not 14+14+14+14+8. A flat tile of half
+ * the height is nearly as fast, and where rows see different keys it computes fewer pairs that nobody sees. */
+#define FLAT (MR > 6 ? MR / 2 : MR)
+static inline int64_t tile_count(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
+static inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index)
+{
+    return HEED_MIN(rows, (rows + PER_UNIT - 1) / PER_UNIT * index / count * PER_UNIT);
+}
+
+#if HEED_AMX
+#include "tile_amx.h"
+#else
+#define STEP 1 /* units that are summed before they meet C: sums begin at multiples of it */
+static inline void leave_tiles(void) {}
 
 /* A pointer serves three rows, so that all addresses stay in registers. */
 #define GROUPS(R) (((R) + 2) / 3)
@@ -98,8 +118,6 @@ INLINE void sum_more(const int R, const int N, const int transposed, vec acc[MR]
 typedef void tile_fn(float *C, int64_t ldc, const float *A, int64_t lda, const float *B, int64_t ldb, int64_t K,
                      const float *keep);
 
-static const float keep_all[16] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
-
 /* keep == NULL: C = A B. Otherwise C_r = keep[r] C_r + (A B)_r. The product is summed by itself before it meets C: short
  * sums are more exact, and C may arrive late. */
 INLINE void tile(const int R, const int N, const int transposed, float *C, int64_t ldc, const float *A, int64_t lda,
@@ -142,15 +160,6 @@ INLINE void tile(const int R, const int N, const int transposed, float *C, int64
 EACH_R(TILES)
 static tile_fn *const tiles[MR][NR][2] = { EACH_R(TILE_NAMES) }; /* [rows - 1][vectors - 1][transposed] */
 
-/* Rows are dealt to tiles evenly, in whole units: 64 rows are 13+13+13+13+12 and not 14+14+14+14+8. A flat tile of half
- * the height is nearly as fast, and where rows see different keys it computes fewer pairs that nobody sees. */
-#define FLAT (MR > 6 ? MR / 2 : MR)
-static inline int64_t tile_count(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
-static inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index)
-{
-    return HEED_MIN(rows, (rows + PER_UNIT - 1) / PER_UNIT * index / count * PER_UNIT);
-}
-
 /* C [rows x vecs W] = A B, or keep C + A B as in tile(); K in units. */
 static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep)
 {
@@ -167,9 +176,6 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
 }
 
 /* ---- S = Q K^T and dP = dO V^T ---------------------------------------------------------------------------------- */
-
-#define BC 256        /* keys in a block */
-#define LDS (BC + 16) /* floats from row to row of S: not a power of two, which would crowd the cache's sets */
 
 /* The error of a sum of floats grows with each term, as the sum does, and that of S dominates all others. So floats are
  * summed in two halves that are added at the end: 1.4 times as exact.
@@ -250,3 +256,4 @@ static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vec
     if (vecs % NR)
         scores_of[rows - 1][0](C + panels * PANEL, A.data, A.ld, B, 1, K);
 }
+#endif

@@ -3,7 +3,7 @@
 
 typedef __m512 vec;
 #define W 16
-#define MR 14
+#define MR (HEED_AMX ? 32 : 14)
 #define NR 2
 
 static inline vec vec_zero(void) { return _mm512_setzero_ps(); }
