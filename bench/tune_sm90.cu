@@ -1,5 +1,6 @@
 /* The compile-time variants of the Hopper forward that are worth comparing. bench/tune_sm90.py checks and times them all
- * in one process; the row that src/cuda/forward_sm90.cu takes should be the best of its head size there.
+ * in one process; the row that src/cuda/forward_sm90.cu takes should be the best of its head size there. The backward's
+ * are in tune_sm90_backward.cu.
  *
  *     cmake -B build-tune -G Ninja -DHEED_BENCH=ON -DHEED_CUDA_ARCHITECTURES=90a-real && ninja -C build-tune tune_sm90
  *     python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so */

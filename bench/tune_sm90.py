@@ -1,16 +1,18 @@
-"""The compile-time variants of the Hopper forward (tune_sm90.cu), checked against fp64 and timed beside cuDNN.
+"""The compile-time variants of the Hopper kernels (tune_sm90.cu, tune_sm90_backward.cu), checked against fp64 and timed
+beside cuDNN.
 
-    python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so [--check] [--head-dim 64,128] [--rows 512,2048,16384]
+    python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so [--backward] [--check] [--head-dim 64,128]
+                               [--rows 512,2048,16384]
 
-A table for each head size, full and causal: TFLOP/s with B x S = 16k tokens and H x D = 2048, counting 4 B H S^2 D FLOP,
-half of it causal. Times are those of a replayed graph, sustained for --ms milliseconds.
+A table for each head size, full and causal: TFLOP/s with B x S = 16k tokens and H x D = 2048, counting 4 B H S^2 D
+FLOP, half of it causal, 2.5 times that backward. Times are those of a replayed graph, sustained for --ms milliseconds.
 """
 import argparse
 import ctypes as C
 import math
 
 import torch
-from cuda_bench import DTYPES, Attention, Exec, view
+from cuda_bench import DTYPES, Attention, Exec, Gradient, view
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TYPES = {number: dtype for number, dtype in DTYPES.values()}
@@ -26,6 +28,52 @@ class Variant:
         x = Exec(backend=1, stream=torch.cuda.current_stream().cuda_stream)
         if self.lib.tune_forward(self.n, C.byref(a), C.byref(x)):
             raise RuntimeError(f"{self.name}: {self.lib.tune_error().decode()}")
+
+
+class Backward:
+    """A variant of the backward: of a kernel for keys, with the kernel for queries as it is, or of one for all."""
+    dtype = torch.bfloat16
+
+    def __init__(self, lib, n, forwards):
+        self.lib, self.n, self.name = lib, n, lib.tune_backward_name(n).decode()
+        self.head_dim = lib.tune_backward_head_dim(n)
+        self.forward = next(v for v in forwards if v.head_dim == self.head_dim and v.dtype == self.dtype)
+
+    def prepare(self, q, k, v, do, grads, **options):
+        o, lse = torch.empty_like(q), torch.empty(*q.shape[:3], 1, device="cuda")
+        self.forward(q, k, v, o, lse, **options)
+        self.a = Attention(q=view(q), k=view(k), v=view(v), o=view(o), lse=view(lse), **options)
+        self.g = Gradient(d_o=view(do), **{f"d_{n}": view(t) for n, t in zip("qkv", grads)})
+        self.x, size = Exec(backend=1), C.c_size_t()
+        self.run(size)
+        space = torch.empty(size.value + 16, dtype=torch.uint8, device="cuda")
+        self.x.workspace, self.x.workspace_bytes = (space.data_ptr() + 15) // 16 * 16, size.value
+        self.keep = [q, k, v, do, o, lse, grads, space]
+
+    def run(self, size):
+        if self.lib.tune_backward(self.n, C.byref(self.a), C.byref(self.g), C.byref(self.x), C.byref(size)):
+            raise RuntimeError(f"{self.name}: {self.lib.tune_error().decode()}")
+
+    def __call__(self):
+        self.x.stream = torch.cuda.current_stream().cuda_stream
+        self.run(C.c_size_t())
+
+    def check(self):
+        """The worst relative error of a gradient."""
+        worst = 0.0
+        for b, h, rows, keys, options in SHAPES:
+            for key_heads in {1, h}:
+                q, k, v, do = (torch.randn(b, n, s, self.head_dim, device="cuda").to(self.dtype)
+                               for n, s in ((h, rows), (key_heads, keys), (key_heads, keys), (h, rows)))
+                grads = [torch.full_like(t, math.nan) for t in (q, k, v)]
+                self.prepare(q, k, v, do, grads, **options)
+                self()
+                inputs = [t.double().requires_grad_() for t in (q, k, v)]
+                o, _ = reference(*inputs, **options)
+                scale = max(o.norm().item(), 1.0) / 100  # gradients may be all but 0
+                for y, right in zip(grads, torch.autograd.grad(o, inputs, do.double())):
+                    worst = max(worst, (y - right).norm().item() / max(right.norm().item(), scale))
+        return worst
 
 
 def reference(q, k, v, causal=0, key_stride=1, windowed=0, window_left=-1, window_right=-1):
@@ -75,8 +123,8 @@ def check(variant):
     return worst
 
 
-def milliseconds(call, budget):
-    stream = torch.cuda.Stream()
+def milliseconds(call, budget, stream=None):
+    stream = stream or torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
         graph = torch.cuda.CUDAGraph()
@@ -112,30 +160,58 @@ def table(variants, head_dim, causal, lengths, budget):
                     rows["cudnn"].append(flop / milliseconds(lambda: attend(q, k, v, is_causal=bool(causal)), budget))
             for variant in (x for x in variants if x.dtype == dtype):
                 rows[variant.name].append(flop / milliseconds(lambda: variant(q, k, v, o, causal=causal), budget))
-    print(f"d{head_dim} {'causal' if causal else 'full':39s}" + "".join(f"{n:>7d}" for n in lengths))
+    show(f"d{head_dim} {'causal' if causal else 'full'}", lengths, rows)
+
+
+def show(title, lengths, rows):
+    print(f"{title:44s}" + "".join(f"{n:>7d}" for n in lengths))
     for name, speeds in rows.items():
         ratios = " ".join(f"{x / y:.2f}" for x, y in zip(speeds, rows["cudnn"]))
         print(f"{name:44s}" + "".join(f"{x:7.0f}" for x in speeds) + "   " + ratios, flush=True)
 
 
+def backward_table(variants, head_dim, causal, lengths, budget):
+    heads = 2048 // head_dim
+    rows = {"cudnn": []} | {v.name: [] for v in variants}
+    for length in lengths:
+        shape = max(1, 16384 // length), heads, length, head_dim
+        flop = 1e-8 * shape[0] * heads * length**2 * head_dim / (1 + causal)
+        q, k, v, do = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(4))
+        side = torch.cuda.Stream()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.cuda.stream(side):
+            inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+            o = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=bool(causal))
+        rows["cudnn"].append(flop / milliseconds(lambda: torch.autograd.grad(o, inputs, do, retain_graph=True), budget,
+                                                 side))
+        for variant in variants:
+            variant.prepare(q, k, v, do, [torch.empty_like(t) for t in (q, k, v)], causal=causal)
+            rows[variant.name].append(flop / milliseconds(variant, budget))
+    show(f"d{head_dim} {'causal' if causal else 'full'}", lengths, rows)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--lib", required=True, help="libtune_sm90.so")
+    p.add_argument("--backward", action="store_true", help="the backward's variants, not the forward's")
     p.add_argument("--check", action="store_true", help="compare with fp64 first")
     p.add_argument("--head-dim", default="64,96,128,192,256")
     p.add_argument("--rows", default="512,1024,2048,4096,8192,16384")
     p.add_argument("--ms", type=float, default=25, help="milliseconds for each time")
     args = p.parse_args()
     lib = C.CDLL(args.lib)
-    lib.tune_name.restype = lib.tune_error.restype = C.c_char_p
+    lib.tune_name.restype = lib.tune_error.restype = lib.tune_backward_name.restype = C.c_char_p
     sizes = [int(n) for n in args.head_dim.split(",")]
-    variants = [v for v in (Variant(lib, n) for n in range(lib.tune_count())) if v.head_dim in sizes]
+    variants = [Variant(lib, n) for n in range(lib.tune_count())]
+    if args.backward:
+        variants = [Backward(lib, n, variants) for n in range(lib.tune_backward_count())]
+    variants = [v for v in variants if v.head_dim in sizes]
     for variant in variants if args.check else []:
-        print(f"{variant.name:44s} worst relative error {check(variant):.1e}", flush=True)
-    for size in sizes:
+        error = variant.check() if args.backward else check(variant)
+        print(f"{variant.name:44s} worst relative error {error:.1e}", flush=True)
+    for size in sorted({v.head_dim for v in variants}):
         for causal in (0, 1):
-            table([v for v in variants if v.head_dim == size], size, causal, [int(n) for n in args.rows.split(",")],
-                  args.ms)
+            (backward_table if args.backward else table)([v for v in variants if v.head_dim == size], size, causal,
+                                                         [int(n) for n in args.rows.split(",")], args.ms)
 
 
 if __name__ == "__main__":

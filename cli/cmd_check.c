@@ -176,7 +176,9 @@ static int wanted(const score *s, heed_dtype dtype, int forward_only)
 /* The backward of every kernel starts from the o and lse that the reference has in that type. */
 static void check_kernel(const checker *c, score *s, workload *w, const yardstick *y, const char *problem)
 {
-    heed_exec own = { .backend = s->kernel.backend, .kernel = s->kernel.name, .threads = c->given->threads };
+    heed_exec own = {
+        .backend = s->kernel.backend, .kernel = s->kernel.name, .threads = c->given->threads, .nondeterministic = 1
+    };
     heed_exec reference = { .backend = HEED_REFERENCE };
     heed_status status = HEED_OK;
     workload_spoil(w, 0);

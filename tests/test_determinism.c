@@ -172,6 +172,8 @@ static void expect_head(const heed_kernel_info *kernel, int64_t rows, int64_t ke
 TEST(a_group_is_its_heads)
 {
     for_each_kernel(EITHER_PASS, kernel) {
+        if (!keeps_order(&kernel))
+            continue;
         expect_head(&kernel, 1, 2100);
         expect_head(&kernel, 3, 50);
         expect_head(&kernel, 14, 1100);

@@ -97,42 +97,42 @@ template <class T> static heed_status launch_terms(const args &a, const term_row
 
 /* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
 
-/* Columns c and c + 1 of a row. */
-template <class T> __device__ inline void store_pair(const args &a, int64_t at, int c, float x, float y)
-{
-    if (c + 1 < a.D && a.d_q.dtype != HEED_F32)
-        *(uint32_t *)((uint16_t *)a.d_q.data + at + c) = pack<T>(x, y);
-    else {
-        if (c < a.D)
-            store(a.d_q, at + c, x + (a.accumulate ? load(a.d_q, at + c) : 0.0f));
-        if (c + 1 < a.D)
-            store(a.d_q, at + c + 1, y + (a.accumulate ? load(a.d_q, at + c + 1) : 0.0f));
-    }
-}
-
-/* A block for each tile of each head, a warp for 16 rows. */
+/* A block for each tile of each head, a warp for 16 rows. They pass through shared memory, to leave in whole rows. */
 template <class T>
 __global__ void __launch_bounds__(128)
     finish_dq(const __grid_constant__ args a, const __grid_constant__ term_rows t, int tiles)
 {
+    constexpr int PITCH = 128 + 8; /* no bank conflicts */
+    __shared__ __align__(16) float rows[4][16][PITCH];
     const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = tile * COLUMNS + warp * 16 + lane / 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = tile * COLUMNS + warp * 16;
     const span q = span_of(a, b);
-    if (tile * COLUMNS >= q.rows)
+    if (i >= q.rows)
         return;
-    const float4 *from = t.sums + sums_at(a, t.boxes, piece_at(a, false, COLUMNS, b, tile), h, 0) / 4 +
+    const float4 *from = t.sums +
+                         place_of(a, piece_at(a, false, COLUMNS, b, tile), h) * (int64_t)t.boxes * (SUMS_BOX / 4) +
                          warp * (SUMS_WARP / 4) + lane;
-    const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i);
-    for (int box = 0; box < t.boxes; box++, from += SUMS_BOX / 4)
+    for (int box = 0; box < t.boxes; box++)
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const float4 x = from[n * 32];
-            const int c = box * 64 + n * 8 + lane % 4 * 2;
-            if (i < q.rows)
-                store_pair<T>(a, at, c, x.x * a.scale, x.y * a.scale);
-            if (i + 8 < q.rows)
-                store_pair<T>(a, at + 8 * a.d_q.stride[2], c, x.z * a.scale, x.w * a.scale);
+            const float4 x = from[box * (SUMS_BOX / 4) + n * 32];
+            float *const to = &rows[warp][lane / 4][box * 64 + n * 8 + lane % 4 * 2];
+            *(float2 *)to = make_float2(x.x * a.scale, x.y * a.scale);
+            *(float2 *)(to + 8 * PITCH) = make_float2(x.z * a.scale, x.w * a.scale);
         }
+    __syncwarp();
+    const int chunks = (a.D + 7) / 8;
+    for (int n = lane; n < min(16, q.rows - i) * chunks; n += 32) {
+        const int r = n / chunks, c = (n - r * chunks) * 8;
+        const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i + r) + c;
+        const float *y = &rows[warp][r][c];
+        if (c + 8 <= a.D && a.d_q.dtype != HEED_F32)
+            *(uint4 *)((uint16_t *)a.d_q.data + at) = make_uint4(pack<T>(y[0], y[1]), pack<T>(y[2], y[3]),
+                                                                 pack<T>(y[4], y[5]), pack<T>(y[6], y[7]));
+        else
+            for (int e = 0; e < min(8, a.D - c); e++)
+                store(a.d_q, at + e, y[e] + (a.accumulate ? load(a.d_q, at + e) : 0.0f));
+    }
 }
 
 /* ---- Pieces of work ---------------------------------------------------------------------------------------------- */
@@ -168,7 +168,8 @@ __device__ inline void describe(const args &a, const span &q, bool keys, int row
     if (top < rows) {
         const int2 r0 = visible_columns(a, q, keys, row + top);
         const int2 r1 = visible_columns(a, q, keys, row + min(top + 64, rows) - 1);
-        inside = max(r0.x, r1.x), outside = min(r0.y, r1.y);
+        if (top + 64 <= rows) /* rows that do not exist would see what they must not */
+            inside = max(r0.x, r1.x), outside = min(r0.y, r1.y);
         if (min(r0.x, r1.x) < max(r0.y, r1.y))
             first = min(r0.x, r1.x), last = max(r0.y, r1.y);
     }
@@ -239,35 +240,37 @@ static void take_table(workspace *space, piece_table *t, const heed_problem *p, 
 
 static int64_t sums_tiles(const heed_problem *p) { return p->a.q.shape[0] * p->a.q.shape[2] / COLUMNS + p->B + 1; }
 
-/* Returns the bytes that it takes. sums: with those of dQ. */
-static size_t lay_out(const heed_problem *p, void *memory, tables *t, bool sums)
+/* Many short sequences would take more memory for sums, a whole tile each, than their tensors do. And a softcap takes
+ * registers that are not there beside dQ. */
+static bool has_sums(const heed_problem *p, const backward_form &form)
+{
+    return form.all.launch && p->g.d_q.data && !(p->a.softcap > 0) &&
+           sums_tiles(p) * COLUMNS <= 2 * p->a.q.shape[0] * p->a.q.shape[2] + 2 * COLUMNS;
+}
+
+/* Returns the bytes that it takes. */
+static size_t lay_out(const heed_problem *p, const backward_form &form, void *memory, tables *t)
 {
     workspace space = { (char *)memory, 0 };
-    const int head_dim = (int)HEED_MAX(p->D, p->Dv);
+    const bool sums = has_sums(p, form);
     const size_t terms = (size_t)(p->a.q.shape[0] * p->Hq * pitch_of(p)) * sizeof(float);
     t->terms.L = (float *)space.take(terms);
     t->terms.delta = (float *)space.take(terms);
     t->terms.sums = NULL;
-    t->terms.boxes = sums_boxes(head_dim);
+    t->terms.boxes = sums_boxes((int)HEED_MAX(p->D, p->Dv));
     t->terms.sums_count = sums_tiles(p) * p->Hq * t->terms.boxes * SUMS_BOX / 4;
     if (sums)
         t->terms.sums = (float4 *)space.take((size_t)t->terms.sums_count * sizeof(float4));
     t->terms.counters = (int *)space.take(2 * sizeof(int));
-    take_table(&space, &t->of[0], p, &p->a.k, heed_sm90_rows_dkv(head_dim));
-    take_table(&space, &t->of[1], p, &p->a.q, heed_sm90_rows_dq(head_dim));
+    take_table(&space, &t->of[0], p, &p->a.k, sums ? form.all.rows : form.dkv.rows);
+    take_table(&space, &t->of[1], p, &p->a.q, form.dq.rows);
     return space.bytes;
 }
 
-/* Many short sequences would take more memory for sums, a whole tile each, than their tensors do. */
-static bool has_sums(const heed_problem *p)
-{
-    return p->g.d_q.data && sums_tiles(p) * COLUMNS <= 2 * p->a.q.shape[0] * p->a.q.shape[2] + 2 * COLUMNS;
-}
-
-size_t heed_sm90_backward_bytes(const heed_problem *p, bool sums)
+size_t heed_sm90_backward_bytes(const heed_problem *p, const backward_form &form)
 {
     tables t;
-    return lay_out(p, NULL, &t, sums && has_sums(p));
+    return lay_out(p, form, NULL, &t);
 }
 
 /* Maps of the queries' side (Q, dO) and the keys' (K, V), for tiles of so many rows. */
@@ -299,12 +302,11 @@ static int heads_together(const args &a, int heads, int64_t bytes_of_head)
     return (int)HEED_MAX(1, HEED_MIN(heads, ((int64_t)24 << 20) / HEED_MAX(bytes_of_head, 1)));
 }
 
-/* all: the kernel for all three gradients, where there are sums. */
-static heed_status run(backward_job *job, const heed_problem *p, const tables &t, backward_launch *all, int units,
+static heed_status run(backward_job *job, const heed_problem *p, const tables &t, const backward_form &form, int units,
                        const heed_exec *x)
 {
     const args &a = job->a;
-    const int head_dim = HEED_MAX(a.D, a.Dv);
+    const bool all = job->sums;
     const piece_table &keys = t.of[0], &queries = t.of[1];
     heed_status status = HEED_OK;
     if ((a.d_k.data || a.d_v.data || all) && keys.tiles) {
@@ -314,7 +316,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->tiles = keys.tiles, job->count = job->tiles * heads;
         job->together = heads_together(a, heads, (int64_t)a.Sq * a.G * (a.D + a.Dv) * 2);
         if (!(status = map_keys(job->own, p, a, keys.rows)) && !(status = map_queries(job->other, p, a, COLUMNS)))
-            status = (all ? all : heed_sm90_dkv)(*job, head_dim, HEED_MIN(units, job->count), x);
+            status = (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
     }
     if (!status && a.d_q.data && !all) {
         const int heads = a.B * a.Hq;
@@ -323,7 +325,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->tiles = queries.tiles, job->count = job->tiles * heads;
         job->together = heads_together(a, heads, (int64_t)a.Sk / a.col_step * (a.D + a.Dv) * 2);
         if (!(status = map_queries(job->own, p, a, queries.rows)) && !(status = map_keys(job->other, p, a, COLUMNS)))
-            status = heed_sm90_dq(*job, head_dim, HEED_MIN(units, job->count), x);
+            status = form.dq.launch(*job, HEED_MIN(units, job->count), x);
     }
     return status;
 }
@@ -370,7 +372,7 @@ static heed_status clear_all(const heed_problem *p, const args &a, const heed_ex
     return status ? status : heed_cuda_fill(a.d_v, p->g.d_v.shape, 0.0f, x);
 }
 
-heed_status heed_sm90_backward(const heed_problem *p, backward_launch *all, const heed_exec *x)
+heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form, const heed_exec *x)
 {
     on_device device(x->device);
     heed_device chip;
@@ -379,9 +381,7 @@ heed_status heed_sm90_backward(const heed_problem *p, backward_launch *all, cons
     heed_status status = device.status;
     if (status || (status = heed_cuda_device(x->device, &chip)) || (status = heed_cuda_args(p, &job.a)))
         return status;
-    if (!has_sums(p))
-        all = NULL;
-    lay_out(p, x->workspace, &t, all != NULL);
+    lay_out(p, form, x->workspace, &t);
     job.rule = rule_of(job.a);
     const term_rows &terms = t.terms;
     if ((status = prepare(p, &job.a, &t, x)))
@@ -390,22 +390,28 @@ heed_status heed_sm90_backward(const heed_problem *p, backward_launch *all, cons
         return clear_all(p, job.a, x);
     job.L = terms.L, job.delta = terms.delta, job.pitch = terms.pitch;
     job.sums = (float *)terms.sums;
-    status = run(&job, p, t, all, chip.units, x);
-    if (status || !all)
+    status = run(&job, p, t, form, chip.units, x);
+    if (status || !job.sums)
         return status;
     const int tiles = (int)tiles_of(job.a.Sq, COLUMNS);
     return launch(job.a.q.dtype == HEED_F16 ? finish_dq<__half> : finish_dq<__nv_bfloat16>,
                   (int64_t)tiles * job.a.B * job.a.Hq, 128, 0, x, job.a, terms, tiles);
 }
 
+static backward_form form_of(const heed_problem *p)
+{
+    const int head_dim = (int)HEED_MAX(p->D, p->Dv);
+    return { heed_sm90_dkv(head_dim), heed_sm90_dq(head_dim), {} };
+}
+
 size_t heed_backward_workspace_sm90(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
-    return heed_sm90_backward_bytes(p, false);
+    return heed_sm90_backward_bytes(p, form_of(p));
 }
 
 heed_status heed_backward_sm90(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     (void)plan;
-    return heed_sm90_backward(p, NULL, x);
+    return heed_sm90_backward(p, form_of(p), x);
 }

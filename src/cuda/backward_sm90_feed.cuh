@@ -27,7 +27,7 @@ struct score_rule {
 struct backward_job {
     args a;
     tensor_map own[2], other[2];
-    float *sums; /* by sums_at() */
+    float *sums; /* by place_of() */
     const float *L, *delta;
     int pitch;
     score_rule rule;
@@ -64,65 +64,68 @@ __device__ inline int piece_at(const args &a, bool keys, int rows, int b, int ti
 constexpr int SUMS_WARP = 16 * 64, SUMS_BOX = 4 * SUMS_WARP;
 constexpr __host__ __device__ int sums_boxes(int head_dim) { return (head_dim + 63) / 64; }
 
-__device__ inline int64_t sums_at(const args &a, int boxes, int tile, int head, int box)
-{
-    return (((int64_t)tile * a.Hq + head) * boxes + box) * SUMS_BOX;
-}
+__device__ inline int place_of(const args &a, int tile, int head) { return tile * a.Hq + head; }
 
-/* backward_sm90_keys.cu, backward_sm90_queries.cu. Rows of the own tile for a head size, and the launch. */
-int heed_sm90_rows_dkv(int head_dim);
-int heed_sm90_rows_dq(int head_dim);
-typedef heed_status backward_launch(const backward_job &job, int head_dim, int blocks, const heed_exec *x);
-backward_launch heed_sm90_dkv, heed_sm90_dq;
+/* A kernel for some head size, and what it takes of a problem: rows of the own tile. */
+struct backward_kernel {
+    int rows;
+    heed_status (*launch)(const backward_job &job, int blocks, const heed_exec *x);
+};
 
-/* backward_sm90.cu. The whole backward: by two kernels, or by one that sums dQ in memory. */
-size_t heed_sm90_backward_bytes(const heed_problem *p, bool sums);
-heed_status heed_sm90_backward(const heed_problem *p, backward_launch *all, const heed_exec *x);
+/* The kernels of a backward: dK with dV and dQ, and where there is one for all three, that. */
+struct backward_form {
+    backward_kernel dkv, dq, all;
+};
+
+/* backward_sm90_keys.cu, backward_sm90_queries.cu. */
+backward_kernel heed_sm90_dkv(int head_dim), heed_sm90_dq(int head_dim);
+
+/* backward_sm90.cu. The whole backward. */
+size_t heed_sm90_backward_bytes(const heed_problem *p, const backward_form &form);
+heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form, const heed_exec *x);
 
 /* ---- Shared memory ----------------------------------------------------------------------------------------------- */
 
-/* Whether dQ too is computed and added up in memory, and by whom: one more warpgroup, or those that have the keys. */
-enum summing { NO_SUMS, BY_ONE, BY_ALL };
+/* Where a warpgroup has all of dK and dV, and as far as it has registers: S of the next tile is computed beside dS
+ * (EARLY), dK beside the next P (LATE), dS from P as it was before rounding (EXACT), and the next tile is looked at in
+ * time (AHEAD). */
+enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8 };
 
-/* KEYS: the own rows are keys. SLOTS own tiles and FIRST and SECOND stages of the rings, powers of two. PASS: tiles of
- * P that pass from one warpgroup to another. */
-template <bool KEYS_, int D_, int ROWS_, int SLOTS_, int FIRST_, int SECOND_, int PASS_ = 0, summing SUMS_ = NO_SUMS>
+/* KEYS: the own rows are keys. SLOTS own tiles and FIRST and SECOND stages of the rings, powers of two. WAYS: of the
+ * above. DS: where dQ, too, is computed and added up in memory, so many tiles of dS pass between warpgroups. PASS:
+ * tiles of P do. */
+template <bool KEYS_, int D_, int ROWS_, int SLOTS_, int FIRST_, int SECOND_, int WAYS_ = 0, int DS_ = 0, int PASS_ = 0>
 struct backward_shape {
-    static constexpr bool KEYS = KEYS_, ADDS = SUMS_ != NO_SUMS;
-    static constexpr summing SUMS = SUMS_;
-    static constexpr int D = D_, ROWS = ROWS_, SLOTS = SLOTS_, FIRST = FIRST_, SECOND = SECOND_, PASS = PASS_;
-    static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, ADDERS = SUMS == BY_ONE;
-    static constexpr int THREADS = 128 * (CONSUMERS + ADDERS + 1);
-    /* Registers that producers keep of what each thread starts with, then those of consumers and of who adds up dQ. */
-    static constexpr int FEW = CONSUMERS == 2 ? 24 : 32, MANY = ADDERS ? 208 : CONSUMERS == 2 ? 240 : 160, SOME = 72;
+    static constexpr bool KEYS = KEYS_, ADDS = DS_ != 0;
+    static constexpr int D = D_, ROWS = ROWS_, SLOTS = SLOTS_, FIRST = FIRST_, SECOND = SECOND_, WAYS = WAYS_, DS = DS_,
+                         PASS = PASS_;
+    static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, THREADS = 128 * (CONSUMERS + 1);
+    /* Registers that producers keep of what each thread starts with, and those that consumers get. */
+    static constexpr int FEW = CONSUMERS == 2 ? 24 : 32, MANY = CONSUMERS == 2 ? 240 : 160;
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
-    /* Where a warpgroup has all of dK and dV, and as far as it has registers: S of the next tile is computed beside dS,
-     * dK beside the next P, dS from P as it was before rounding, and the next tile is looked at in time. */
-    static constexpr bool EARLY = D < 128 && !ADDS, LATE = D == 64, EXACT = D == 64, AHEAD = D < 128;
 };
 
 template <class C> struct backward_shared {
     char own[C::SLOTS][2][C::OWN_BYTES];
     char first[C::FIRST][C::BYTES];
     char second[C::SECOND][C::BYTES];
-    char dS[2][C::ADDS ? C::ROWS * 128 : 16];       /* [64 queries][ROWS keys], in boxes of 64 keys */
-    char parts[2][C::ADDS ? COLUMNS * 64 * 4 : 16]; /* 64 columns of dQ on their way out, as lanes hold them */
+    char dS[C::ADDS ? C::DS : 1][C::ADDS ? C::ROWS * 128 : 16]; /* [64 queries][ROWS keys], in boxes of 64 keys */
     uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
     float L[C::KEYS ? C::FIRST : 1][COLUMNS], delta[C::KEYS ? C::SECOND : 1][COLUMNS]; /* of the tiles in the rings */
     int2 range[C::SLOTS][C::ROWS]; /* of the columns that an own row sees */
     piece work[C::SLOTS];
     uint64_t described[C::SLOTS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
-    uint64_t landed[3], ds_full[2], ds_free[2];
+    uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
 
 template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
 {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::SLOTS; i++) {
-            barrier_init(shared_address(&s.own_full[i]), 1);
-            barrier_init(shared_address(&s.described[i]), 1);
-            barrier_init(shared_address(&s.own_free[i]), 4 * (C::CONSUMERS + C::ADDERS) + (C::KEYS ? 3 : 2));
+            barrier_init(shared_address(&s.own_full[i]), 32);
+            barrier_init(shared_address(&s.described[i]), 32);
+            barrier_init(shared_address(&s.own_free[i]), 4 * C::CONSUMERS + (C::KEYS ? 3 : 2));
         }
         for (int i = 0; i < C::FIRST; i++) {
             barrier_init(shared_address(&s.first_full[i]), C::KEYS ? 33 : 1);
@@ -134,7 +137,7 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
         }
         for (int i = 0; i < 3; i++)
             barrier_init(shared_address(&s.landed[i]), 1);
-        for (int i = 0; i < 2 && C::ADDS; i++) {
+        for (int i = 0; i < C::DS; i++) {
             barrier_init(shared_address(&s.ds_full[i]), 4 * C::CONSUMERS);
             barrier_init(shared_address(&s.ds_free[i]), 4);
         }
@@ -171,25 +174,30 @@ template <int ROWS, int BYTES> __device__ inline void clear_rows(char *tile, int
             *(uint4 *)(tile + box * ROWS * 128 + i * 16) = make_uint4(0, 0, 0, 0);
 }
 
+/* One lane asks for a piece's own tiles and arrives. */
+template <class C>
+__device__ inline void ask_for_own(const backward_job &p, backward_shared<C> &s, int slot, uint32_t barrier)
+{
+    const piece &w = s.work[slot];
+    arrive_expecting(barrier, 2 * C::OWN_BYTES);
+    for (int i = 0; i < 2; i++)
+        load_tile<C::D, C::ROWS>(shared_address(s.own[slot][i]), p.own[i], w.memory_row, w.head, w.batch, barrier);
+}
+
 /* Brings keys of which only so many belong to the sequence. Where their dS is summed, the others must not be there. */
 template <class C>
-__device__ inline void bring_some_keys(const backward_job &p, backward_shared<C> &s, int slot, int head, int &landed)
+__device__ inline void bring_some_keys(const backward_job &p, backward_shared<C> &s, int slot, int &landed)
 {
     const piece &w = s.work[slot];
     const uint32_t barrier = shared_address(&s.landed[2]);
-    if (threadIdx.x % 32 == 0) {
-        arrive_expecting(barrier, 2 * C::OWN_BYTES);
-        load_tile<C::D, C::ROWS>(shared_address(s.own[slot][0]), p.own[0], w.memory_row, head, w.batch, barrier);
-        load_tile<C::D, C::ROWS>(shared_address(s.own[slot][1]), p.own[1], w.memory_row, head, w.batch, barrier);
-    }
+    if (threadIdx.x % 32 == 0)
+        ask_for_own(p, s, slot, barrier);
     wait(barrier, landed);
     landed ^= 1;
     clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot][0], w.rows);
     clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot][1], w.rows);
     fence_async();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0)
-        arrive(shared_address(&s.own_full[slot]));
+    arrive(shared_address(&s.own_full[slot]));
 }
 
 /* The first producer warp: takes pieces of work and brings their own tiles. */
@@ -203,11 +211,10 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         const int number = uniform(lane ? 0 : atomicAdd(p.counter, 1));
         wait(shared_address(&s.own_free[slot]), n / C::SLOTS & 1 ^ 1);
         if (number >= p.count) {
-            if (lane == 0) {
+            if (lane == 0)
                 w.exists = 0;
-                arrive(shared_address(&s.described[slot]));
-                arrive(shared_address(&s.own_full[slot]));
-            }
+            arrive(shared_address(&s.described[slot]));
+            arrive(shared_address(&s.own_full[slot]));
             return;
         }
         int b, head, tile;
@@ -223,18 +230,15 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             s.range[slot][r] = p.ranges[(int64_t)at * C::ROWS + r];
         __syncwarp();
         const bool some = cuts && w.rows < C::ROWS;
-        if (lane == 0) {
+        if (lane == 0)
             w.head = head;
-            arrive(shared_address(&s.described[slot]));
-        }
+        arrive(shared_address(&s.described[slot]));
         if (some)
-            bring_some_keys(p, s, slot, head, landed);
-        else if (lane == 0) {
-            const uint32_t barrier = shared_address(&s.own_full[slot]);
-            arrive_expecting(barrier, 2 * C::OWN_BYTES);
-            load_tile<C::D, C::ROWS>(shared_address(s.own[slot][0]), p.own[0], w.memory_row, head, w.batch, barrier);
-            load_tile<C::D, C::ROWS>(shared_address(s.own[slot][1]), p.own[1], w.memory_row, head, w.batch, barrier);
-        }
+            bring_some_keys(p, s, slot, landed);
+        else if (lane == 0)
+            ask_for_own(p, s, slot, shared_address(&s.own_full[slot]));
+        else
+            arrive(shared_address(&s.own_full[slot]));
         n++;
     }
 }
@@ -282,16 +286,15 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
     }
 }
 
-/* Where the columns are queries, the fourth: L and delta of each. The copy engine would want them at multiples of 16
- * bytes. */
+/* Where the columns are queries, the fourth: L and delta of each, asked for before there is room for them. The copy
+ * engine would want them at multiples of 16 bytes. */
 template <class C> __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s)
 {
     const args &a = p.a;
     const int lane = threadIdx.x % 32;
-    const auto bring = [&](float *to, const float *from, int live, uint64_t *full) {
-        copy_async4(shared_address(to + lane), from + lane, lane < live);
-        copy_async4(shared_address(to + lane + 32), from + lane + 32, lane + 32 < live);
-        arrive_when_copied(shared_address(full));
+    const auto bring = [&](float *to, float x, float y, uint64_t *full) {
+        to[lane] = x, to[lane + 32] = y;
+        arrive(shared_address(full));
     };
     for (int n = 0, tile = 0;; n++) {
         const int slot = n % C::SLOTS;
@@ -300,13 +303,16 @@ template <class C> __device__ inline void bring_terms(const backward_job &p, bac
         if (!w.exists)
             return;
         for (int h = w.head * a.G; h < w.head * a.G + a.G; h++) {
-            const int64_t at = ((int64_t)w.other_batch * a.Hq + h) * p.pitch + w.other_row;
+            const int64_t at = ((int64_t)w.other_batch * a.Hq + h) * p.pitch + w.other_row + lane;
             for (int column = w.start; column < w.start + w.tiles * COLUMNS; column += COLUMNS, tile++) {
-                const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column;
+                const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
+                const float *L = p.L + at + column, *delta = p.delta + at + column;
+                const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
+                const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
                 wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
-                bring(s.L[first], p.L + at + column, live, &s.first_full[first]);
+                bring(s.L[first], L0, L1, &s.first_full[first]);
                 wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
-                bring(s.delta[second], p.delta + at + column, live, &s.second_full[second]);
+                bring(s.delta[second], delta0, delta1, &s.second_full[second]);
             }
         }
         __syncwarp();

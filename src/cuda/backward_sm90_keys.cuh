@@ -14,7 +14,7 @@ template <class C> struct key_group {
     float dK[C::D / 2], dV[C::D / 2], S[COLUMNS / 2];
     uint32_t dS[COLUMNS / 16][4];
     uint64_t K, V;
-    int slot, g, column; /* g: which head of those that share the keys; column: the first of the tile to come */
+    int slot, head, column; /* column: the first of the tile to come */
     int inside, outside;
     bool plain; /* is the tile to come */
 
@@ -24,24 +24,29 @@ template <class C> struct key_group {
     }
 };
 
-/* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
-template <class T, class C>
-__device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile, int count,
-                              int group)
+/* Adds up dQ of the tile before, where it is this group's turn. */
+template <class T, class C, int GROUP>
+__device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
-    const uint32_t none[COLUMNS / 16][4] = {};
-    for (int column = x.column; count > 0; count--, column += COLUMNS) {
-        if (C::ADDS)
-            hand_over<C>(s, none, tile, group);
-        if constexpr (C::SUMS == BY_ALL) {
-            float dQ[32];
-            start_columns<T, C>(dQ, s, x.slot, tile, group);
-            wgmma_wait<0>();
-            add_columns<C>(p, s, dQ, x.slot, column, x.g, group);
+    const piece &w = s.work[x.slot];
+    if (x.column > w.start && (tile - 1) % 2 == GROUP)
+        sum_queries<T, C>(p, s, x.slot, tile - 1, place_of(p.a, w.sums + x.column / COLUMNS - 1, x.head));
+}
+
+/* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
+template <class T, class C, int GROUP>
+__device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile, int count)
+{
+    if constexpr (C::ADDS) {
+        const uint32_t none[COLUMNS / 16][4] = {};
+        for (; count > 0; count--) {
+            hand_over<C>(s, none, tile, GROUP);
+            sum_behind<T, C, GROUP>(p, x, s, tile);
+            tile = skip(s, tile, 1);
+            x.column += COLUMNS;
         }
-        tile = skip(s, tile, 1);
     }
-    return tile;
+    return skip(s, tile, count);
 }
 
 /* One tile, whose S is there. While its dS is computed (EARLY) or its dK, the tensor core has S of the next to do,
@@ -51,7 +56,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
 {
     const score_rule &rule = p.rule;
     constexpr int D = C::D;
-    constexpr bool EARLY = C::EARLY && !LAST, LATE = C::LATE;
+    constexpr bool NEXT = (C::WAYS & EARLY) && !LAST;
     const int row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     const piece &w = s.work[x.slot];
     float dP[COLUMNS / 2], next[COLUMNS / 2];
@@ -61,12 +66,12 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     wgmma_fence();
     multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
     wgmma_commit();
-    if (!C::AHEAD)
+    if (!(C::WAYS & AHEAD))
         x.look_at(s, tile, x.column);
     keep_order(tile);
     probabilities_by_column<CAPPED>(x.S, s.L[tile % C::FIRST], rule, x.plain, &s.range[x.slot][row],
                                     x.column + threadIdx.x % 4 * 2);
-    if (LATE) {
+    if (C::WAYS & LATE) {
         wgmma_wait<1>(); /* dK of the tile before */
         if (x.column > w.start + w.begin[GROUP] * COLUMNS)
             release_first(s, tile - 1);
@@ -80,13 +85,13 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
         wgmma_fence();
         multiply_rows<T, D, C::ROWS, COLUMNS>(next, x.K, first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
         wgmma_commit();
-        if (C::AHEAD)
+        if (C::WAYS & AHEAD)
             x.look_at(s, tile + 1, x.column + COLUMNS);
     };
-    if (EARLY)
+    if (NEXT)
         start_next();
-    wgmma_wait<EARLY ? 2 : 1>(); /* dP */
-    if (C::EXACT)
+    wgmma_wait<NEXT ? 2 : 1>(); /* dP */
+    if (C::WAYS & EXACT)
         differentiate_by_column<CAPPED>(dP, x.S, s.L[tile % C::FIRST], s.delta[tile % C::SECOND], rule);
     else
 #pragma unroll
@@ -94,28 +99,26 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
             differentiate_by_column<T, CAPPED>(dP, k, make_uint4(P[k][0], P[k][1], P[k][2], P[k][3]),
                                                s.L[tile % C::FIRST], s.delta[tile % C::SECOND], rule);
     pack_rows<T, COLUMNS>(x.dS, dP);
-    if (C::ADDS)
+    if constexpr (C::ADDS) {
         hand_over<C>(s, x.dS, tile, GROUP);
-    if (!EARLY && !LAST && C::SUMS != BY_ALL)
+        wgmma_wait<NEXT ? 1 : 0>(); /* dV, whose P makes room for dQ */
+    }
+    if (!NEXT && !LAST && !C::ADDS)
         start_next();
-    float dQ[32];
-    if constexpr (C::SUMS == BY_ALL)
-        start_columns<T, C>(dQ, s, x.slot, tile, GROUP);
     wgmma_fence();
     multiply_columns<T, D, COLUMNS>(x.dK, x.dS, first_tile(s, tile)); /* dK += dS^T Q */
     wgmma_commit();
-    if constexpr (C::SUMS == BY_ALL) {
-        wgmma_wait<1>();
-        add_columns<C>(p, s, dQ, x.slot, x.column, x.g, GROUP);
-        if (!LAST)
+    if constexpr (C::ADDS) {
+        sum_behind<T, C, GROUP>(p, x, s, tile);
+        if (!NEXT && !LAST)
             start_next();
     }
-    wgmma_wait<LATE && !LAST ? 1 : 0>();
+    wgmma_wait<(C::WAYS & LATE) && !LAST ? 1 : 0>();
     if (!LAST)
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i++)
             x.S[i] = next[i];
-    if (!LATE || LAST)
+    if (!(C::WAYS & LATE) || LAST)
         release_first(s, tile);
     release_second(s, tile);
     x.column += COLUMNS;
@@ -127,7 +130,7 @@ __device__ inline int meet_head(const backward_job &p, key_group<C> &x, backward
 {
     const piece &w = s.work[x.slot];
     x.column = uniform(w.start);
-    tile = pass_by<T, C>(p, x, s, tile, uniform(w.begin[GROUP]), GROUP);
+    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(w.begin[GROUP]));
     x.column = uniform(w.start + w.begin[GROUP] * COLUMNS);
     const int last = uniform(w.start + (w.end[GROUP] - 1) * COLUMNS);
     if (x.column <= last) {
@@ -135,7 +138,7 @@ __device__ inline int meet_head(const backward_job &p, key_group<C> &x, backward
         wgmma_fence();
         multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, x.K, first_tile(s, tile));
         wgmma_commit();
-        if (C::AHEAD)
+        if (C::WAYS & AHEAD)
             x.look_at(s, tile, x.column);
         wgmma_wait<0>();
 #pragma unroll 1
@@ -143,8 +146,10 @@ __device__ inline int meet_head(const backward_job &p, key_group<C> &x, backward
             meet_tile<T, C, CAPPED, GROUP, false>(p, x, s, tile);
         meet_tile<T, C, CAPPED, GROUP, true>(p, x, s, tile++);
     }
-    x.column = uniform(w.start + w.end[GROUP] * COLUMNS);
-    return pass_by<T, C>(p, x, s, tile, uniform(w.tiles - w.end[GROUP]), GROUP);
+    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(w.tiles - w.end[GROUP]));
+    if constexpr (C::ADDS)
+        sum_behind<T, C, GROUP>(p, x, s, tile);
+    return tile;
 }
 
 template <class T, class C, bool CAPPED, int GROUP>
@@ -162,7 +167,8 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s)
         x.K = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
         x.V = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
         x.slot = slot, x.inside = uniform(w.inside[GROUP]), x.outside = uniform(w.outside[GROUP]);
-        for (x.g = 0; x.g < a.G; x.g++)
+        const int heads = uniform(w.head * a.G);
+        for (x.head = heads; heads + a.G > x.head; x.head++)
             tile = meet_head<T, C, CAPPED, GROUP>(p, x, s, tile);
         named_sync(1 + GROUP, 128); /* all four warps are done with K and V, whose rows become the way out */
         store_keys<T, C>(x.dV, 1, a, w, s.own[slot][1], GROUP);
@@ -170,8 +176,6 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s)
         fence_async();
         release(&s.own_free[slot]);
     }
-    if (C::SUMS == BY_ALL && threadIdx.x % 32 == 0)
-        bulk_wait<0>();
 }
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
@@ -188,13 +192,6 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
         produce<C>(p, s);
         return;
     }
-    if constexpr (C::SUMS == BY_ONE) {
-        if (group == C::CONSUMERS + 1) {
-            fewer_registers<C::SOME>();
-            sum_queries<T, C>(p, s);
-            return;
-        }
-    }
     more_registers<C::MANY>();
     if constexpr (C::PASS != 0) {
         if (group == 0)
@@ -207,13 +204,16 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
         keys<T, C, CAPPED, 1>(p, s);
 }
 
-template <class C> static heed_status run_shape(const backward_job &p, int blocks, const heed_exec *x)
+template <class C> static heed_status run_keys(const backward_job &p, int blocks, const heed_exec *x)
 {
     static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
+    constexpr bool CAPPED = !C::ADDS; /* see has_sums() */
     const bool half = p.a.q.dtype == HEED_F16, capped = p.a.softcap > 0;
-    auto kernel = half ? (capped ? dkv_sm90<__half, C, true> : dkv_sm90<__half, C, false>)
-                       : (capped ? dkv_sm90<__nv_bfloat16, C, true> : dkv_sm90<__nv_bfloat16, C, false>);
+    auto kernel = half ? (capped ? dkv_sm90<__half, C, CAPPED> : dkv_sm90<__half, C, false>)
+                       : (capped ? dkv_sm90<__nv_bfloat16, C, CAPPED> : dkv_sm90<__nv_bfloat16, C, false>);
     return launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
+
+template <class C> static backward_kernel keys_kernel() { return { C::ROWS, run_keys<C> }; }
 
 #endif

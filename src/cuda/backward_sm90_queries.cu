@@ -2,21 +2,6 @@
  * ones before meets K. See backward_sm90.cuh. */
 #include "backward_sm90.cuh"
 
-/* Own tiles twice, so that the next one is there when one is done, where there is room. At D = 256 there is room for
- * one stage of V, which is enough: V is needed for dP alone, K for S and then dQ. Where tiles are short, K of four
- * tiles: it is needed until the next one is under way. */
-template <int D> struct dq_shape;
-template <> struct dq_shape<64> : backward_shape<false, 64, 192, 2, 4, 4> {
-};
-template <> struct dq_shape<96> : backward_shape<false, 96, 128, 2, 4, 2> {
-};
-template <> struct dq_shape<128> : backward_shape<false, 128, 128, 2, 4, 2> {
-};
-template <> struct dq_shape<192> : backward_shape<false, 192, 128, 1, 2, 2> {
-};
-template <> struct dq_shape<256> : backward_shape<false, 256, 128, 1, 2, 1> {
-};
-
 template <class T, class C, bool CAPPED, int GROUP>
 __device__ static void queries(const backward_job &p, backward_shared<C> &s)
 {
@@ -109,19 +94,8 @@ __global__ void __launch_bounds__(C::THREADS, 1) dq_sm90(const __grid_constant__
         queries<T, C, CAPPED, C::CONSUMERS - 1>(p, s);
 }
 
-#define EACH_SIZE(what, ...)                                                                                           \
-    (head_dim <= 64    ? what<64> __VA_ARGS__                                                                          \
-     : head_dim <= 96  ? what<96> __VA_ARGS__                                                                          \
-     : head_dim <= 128 ? what<128> __VA_ARGS__                                                                         \
-     : head_dim <= 192 ? what<192> __VA_ARGS__                                                                         \
-                       : what<256>                                                                                     \
-                             __VA_ARGS__)
-
-int heed_sm90_rows_dq(int head_dim) { return EACH_SIZE(dq_shape, ::ROWS); }
-
-template <int D> static heed_status run(const backward_job &p, int blocks, const heed_exec *x)
+template <class C> static heed_status run(const backward_job &p, int blocks, const heed_exec *x)
 {
-    typedef dq_shape<D> C;
     static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
     const bool half = p.a.q.dtype == HEED_F16, capped = p.a.softcap > 0;
     auto kernel = half ? (capped ? dq_sm90<__half, C, true> : dq_sm90<__half, C, false>)
@@ -129,7 +103,16 @@ template <int D> static heed_status run(const backward_job &p, int blocks, const
     return launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
-heed_status heed_sm90_dq(const backward_job &p, int head_dim, int blocks, const heed_exec *x)
+template <class C> static backward_kernel one() { return { C::ROWS, run<C> }; }
+
+/* Own tiles twice, so that the next one is there when one is done, where there is room. At D = 256 there is room for
+ * one stage of V, which is enough: V is needed for dP alone, K for S and then dQ. Where tiles are short, K of four
+ * tiles: it is needed until the next one is under way. */
+backward_kernel heed_sm90_dq(int head_dim)
 {
-    return EACH_SIZE(run, (p, blocks, x));
+    return head_dim <= 64    ? one<backward_shape<false, 64, 192, 2, 4, 4>>()
+           : head_dim <= 96  ? one<backward_shape<false, 96, 128, 2, 4, 2>>()
+           : head_dim <= 128 ? one<backward_shape<false, 128, 128, 2, 4, 2>>()
+           : head_dim <= 192 ? one<backward_shape<false, 192, 128, 1, 2, 2>>()
+                             : one<backward_shape<false, 256, 128, 1, 2, 1>>();
 }

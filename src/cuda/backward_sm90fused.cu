@@ -2,29 +2,23 @@
  * gradients, and dQ is summed in memory, in no particular order. See backward_sm90_keys.cuh. */
 #include "backward_sm90_keys.cuh"
 
-template <int D> struct all_shape;
-template <> struct all_shape<64> : backward_shape<true, 64, 128, 2, 4, 4, 0, BY_ONE> {
-};
-template <> struct all_shape<96> : backward_shape<true, 96, 128, 1, 2, 2, 0, BY_ONE> {
-};
-template <> struct all_shape<128> : backward_shape<true, 128, 128, 1, 2, 2, 0, BY_ALL> {
-};
-
-static heed_status run(const backward_job &p, int head_dim, int blocks, const heed_exec *x)
+static backward_form form_of(const heed_problem *p)
 {
-    return head_dim <= 64   ? run_shape<all_shape<64>>(p, blocks, x)
-           : head_dim <= 96 ? run_shape<all_shape<96>>(p, blocks, x)
-                            : run_shape<all_shape<128>>(p, blocks, x);
+    const int head_dim = (int)HEED_MAX(p->D, p->Dv);
+    return { heed_sm90_dkv(head_dim), heed_sm90_dq(head_dim),
+             head_dim <= 64   ? keys_kernel<backward_shape<true, 64, 128, 2, 4, 4, EARLY | EXACT | AHEAD, 4>>()
+             : head_dim <= 96 ? keys_kernel<backward_shape<true, 96, 128, 1, 2, 2, EARLY | AHEAD, 4>>()
+                              : keys_kernel<backward_shape<true, 128, 128, 1, 2, 2, 0, 4>>() };
 }
 
 size_t heed_backward_workspace_sm90fused(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
-    return heed_sm90_backward_bytes(p, true);
+    return heed_sm90_backward_bytes(p, form_of(p));
 }
 
 heed_status heed_backward_sm90fused(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     (void)plan;
-    return heed_sm90_backward(p, run, x);
+    return heed_sm90_backward(p, form_of(p), x);
 }

@@ -40,18 +40,6 @@ __device__ inline void arrive_expecting(uint32_t barrier, int bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-/* An arrival, once all that this thread has asked copy_async4() for is there. */
-__device__ inline void arrive_when_copied(uint32_t barrier)
-{
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-/* Four bytes from global to shared memory, or zeros in their place. */
-__device__ inline void copy_async4(uint32_t to, const void *from, bool there)
-{
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
-
 /* Waits for the end of the phase of that parity: 0, 1, 0, ... A fresh barrier counts as past the phase of parity 1. */
 __device__ inline void wait(uint32_t barrier, int parity)
 {
@@ -105,25 +93,10 @@ __device__ inline void prefetch_map(const CUtensorMap &map)
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/* Adds so many bytes of floats to global memory; the copies of a thread go in groups that it can wait for: until the
- * shared memory has been read, or until all is written. */
-__device__ inline void bulk_add(float *to, uint32_t from, int bytes)
+/* Adds four floats to global memory, at a multiple of 16 bytes, some time. */
+__device__ inline void add4(float *to, float x, float y, float z, float w)
 {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-                 "r"(bytes)
-                 : "memory");
-}
-
-__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-template <int PENDING> __device__ inline void bulk_wait_read()
-{
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
-template <int PENDING> __device__ inline void bulk_wait()
-{
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
 /* ---- wgmma ------------------------------------------------------------------------------------------------------- */
