@@ -11,7 +11,7 @@ constexpr int KEYS_OF_128 = 32, QUERIES_OF_128 = 64, SOME_QUERIES_OF_128 = 32;
 #endif
 
 struct ampere {
-    static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256;
+    static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256, MASKED_HEAD_DIM = 64;
     template <int D, bool GENERAL>
     using query_tiles = block_tiles<4, D == 64 || (D == 128 && !GENERAL) ? 2 : 1,
                                     D == 256               ? 16

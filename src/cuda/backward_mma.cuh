@@ -7,15 +7,17 @@
  * of a left operand: neither ever leaves the lanes that computed it. What a kernel meets is copied two tiles deep. At
  * D = 256 the registers of a warp hold dK or dV of its 16 keys, not both: then there is a kernel for each.
  *
- * A Chip says how many rows and columns to take at once. */
+ * A Chip says how many rows and columns to take at once, SCORES what is needed beyond scale and band (tile_mma.cuh). */
 #ifndef HEED_CUDA_BACKWARD_MMA_CUH
 #define HEED_CUDA_BACKWARD_MMA_CUH
 
 #include "launch.cuh"
 #include "tile_mma.cuh"
 
-/* A warp's scores with keys as rows, of a tile KEYS long. low and high are those of the tile's queries. */
-template <int MT, int NT, int KEYS> struct key_major {
+/* A warp's scores with keys as rows, of a tile KEYS long. A lane has 2 MT neighbouring keys, and rows of the key
+ * tiles are in that order (see key_order): mask and bias of a query are one load. low and high are those of the
+ * tile's queries. */
+template <int MT, int NT, int KEYS, class T> struct key_major {
     static constexpr int R = 2 * NT, C = 2 * MT;
     static constexpr bool EXACT = false;
     float (&X)[MT][NT][4];
@@ -25,54 +27,83 @@ template <int MT, int NT, int KEYS> struct key_major {
     typedef score_tiles<0, KEYS, true> extras;
     __device__ float &at(int r, int c) { return X[c / 2][r / 2][c % 2 * 2 + r % 2]; }
     static __device__ constexpr int down(int r) { return r / 2 * 8 + r % 2; }
-    static __device__ constexpr int apart(int c) { return c / 2 * 16 + c % 2 * 8; }
+    static __device__ constexpr int apart(int c) { return c; }
     __device__ int row(int r) const { return i0 + down(r); }
-    __device__ int key(int c) const { return n0 + apart(c); }
+    __device__ int key(int c) const { return n0 + c; }
     __device__ int low(int r) const { return lows[column0 + down(r)]; }
     __device__ int high(int r) const { return highs[column0 + down(r)]; }
 };
 
-template <int MT, int NT, int KEYS>
-__device__ inline void add_bias(key_major<MT, NT, KEYS> &t, float factor, const args &a, const span &, const head &)
+/* Which key of a block's own is in row r of its tiles: a warp's rows g, g + 8, ... belong to the same lanes. */
+template <int MT> struct key_order {
+    static constexpr int OWN = 16 * MT;
+    __device__ int operator()(int r) const { return r / OWN * OWN + r % 8 * (2 * MT) + r % OWN / 8; }
+};
+
+/* So many neighbouring bytes of shared memory as words. */
+template <int BYTES> struct words_of {
+    static_assert(BYTES <= 16, "one load");
+    uint32_t x[(BYTES + 3) / 4];
+    __device__ explicit words_of(const char *p)
+    {
+        if constexpr (BYTES == 2)
+            x[0] = *(const uint16_t *)p;
+        else if constexpr (BYTES == 4)
+            x[0] = *(const uint32_t *)p;
+        else if constexpr (BYTES == 8)
+            *(uint2 *)x = *(const uint2 *)p;
+        else
+            *(uint4 *)x = *(const uint4 *)p;
+    }
+};
+
+template <int MT, int NT, int KEYS, class T>
+__device__ inline void add_bias(key_major<MT, NT, KEYS, T> &t, float factor, const args &a, const span &, const head &)
 {
-    typedef typename key_major<MT, NT, KEYS>::extras extras;
+    typedef typename key_major<MT, NT, KEYS, T>::extras extras;
     if (a.bias.dtype == HEED_F32) {
 #pragma unroll
-        for (int r = 0; r < 2 * NT; r++)
+        for (int r = 0; r < 2 * NT; r++) {
+            const words_of<8 * MT> row(t.bias + t.down(r) * extras::pitch(4));
 #pragma unroll
             for (int c = 0; c < 2 * MT; c++)
-                t.at(r, c) = fmaf(t.at(r, c), factor,
-                                  *(const float *)(t.bias + t.down(r) * extras::pitch(4) + t.apart(c) * 4));
+                t.at(r, c) = fmaf(t.at(r, c), factor, __uint_as_float(row.x[c]));
+        }
     } else {
 #pragma unroll
-        for (int r = 0; r < 2 * NT; r++)
+        for (int r = 0; r < 2 * NT; r++) {
+            const words_of<4 * MT> row(t.bias + t.down(r) * extras::pitch(2));
 #pragma unroll
-            for (int c = 0; c < 2 * MT; c++) {
-                const uint32_t one = *(const uint16_t *)(t.bias + t.down(r) * extras::pitch(2) + t.apart(c) * 2);
-                t.at(r, c) = fmaf(t.at(r, c), factor, to_floats(one, a.bias.dtype).x);
+            for (int c = 0; c < 2 * MT; c += 2) {
+                const float2 both = to_floats(row.x[c / 2], T());
+                t.at(r, c) = fmaf(t.at(r, c), factor, both.x);
+                t.at(r, c + 1) = fmaf(t.at(r, c + 1), factor, both.y);
             }
+        }
     }
 }
 
-template <int MT, int NT, int KEYS>
-__device__ inline void apply_mask(key_major<MT, NT, KEYS> &t, const args &, const span &, const head &)
+template <int MT, int NT, int KEYS, class T>
+__device__ inline void apply_mask(key_major<MT, NT, KEYS, T> &t, const args &, const span &, const head &)
 {
-    typedef typename key_major<MT, NT, KEYS>::extras extras;
+    typedef typename key_major<MT, NT, KEYS, T>::extras extras;
 #pragma unroll
-    for (int r = 0; r < 2 * NT; r++)
+    for (int r = 0; r < 2 * NT; r++) {
+        const words_of<2 * MT> row(t.mask + t.down(r) * extras::pitch(1));
 #pragma unroll
         for (int c = 0; c < 2 * MT; c++)
-            t.at(r, c) = t.mask[t.down(r) * extras::pitch(1) + t.apart(c)] ? t.at(r, c) : -CUDART_INF_F;
+            t.at(r, c) = row.x[0] & 0xFFu << 8 * c ? t.at(r, c) : -CUDART_INF_F;
+    }
 }
 
-/* As for query_major; here the eight keys of one Philox are those of eight lanes, four apart. */
-template <int MT, int NT, int KEYS>
-__device__ inline void draw_tile(const key_major<MT, NT, KEYS> &t, kept_bits<key_major<MT, NT, KEYS>> &kept,
+/* As for query_major; here the eight keys of one Philox are those of lanes four apart. */
+template <int MT, int NT, int KEYS, class T>
+__device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<key_major<MT, NT, KEYS, T>> &kept,
                                  const args &a, const span &s, const head &x)
 {
-    constexpr int C = 2 * MT;
+    constexpr int C = 2 * MT, SHARE = 8 / C;
     const uint64_t seed = seed_of(a);
-    const int number = threadIdx.x % 32 / 4;
+    const int number = threadIdx.x % 32 / 4 % SHARE * C;
     const int64_t first = s.r0 + t.n0 - number;
     if (s.r_step != 1 || first % 8) {
 #pragma unroll
@@ -80,45 +111,51 @@ __device__ inline void draw_tile(const key_major<MT, NT, KEYS> &t, kept_bits<key
             kept.add(r, 0, draw(t, r, a, s, x, seed));
         return;
     }
-    draw_together<2 * NT * C, 8, 4>(
+    draw_together<2 * NT, SHARE, 4>(
         [&](int i) {
-            const uint32_t p = (uint32_t)(uint64_t)(s.p0 + (t.i0 + i / C / 2 * 8 + i / C % 2) * s.p_step);
-            const uint32_t eight = (uint32_t)(uint64_t)((first >> 3) + i % C);
-            return kept_of_eight(philox(seed, make_uint4(eight, p, x.h, s.b)), a.drop_below);
+            const uint32_t p = (uint32_t)(uint64_t)(s.p0 + (t.i0 + i / 2 * 8 + i % 2) * s.p_step);
+            return kept_of_eight(philox(seed, make_uint4((uint32_t)(uint64_t)(first >> 3), p, x.h, s.b)), a.drop_below);
         },
-        [&](int i, uint32_t byte) { kept.add(i / C, i % C, byte >> number & 1); });
+        [&](int i, uint32_t byte) { kept.add(i, 0, byte >> number & ((1u << C) - 1)); });
 }
 
-/* P = 2^(c S - L) with L from log2_of(lse); GENERAL: from S of score() and lse, the slower way that takes scores of any
+/* P = 2^(c S - L) with L from log2_of(lse); LARGE: from S of score() and lse, the slower way that takes scores of any
  * size. At most 1: rounding, where S is large, could make it more. */
-template <bool GENERAL> __device__ inline float probability(float S, float c, float L)
+template <bool LARGE> __device__ inline float probability(float S, float c, float L)
 {
-    return exp2_fast(GENERAL ? min_or_nan(S - L, 0.0f) * LOG2E : min_or_nan(fmaf(S, c, -L), 0.0f));
+    return exp2_fast(LARGE ? min_or_nan(S - L, 0.0f) * LOG2E : min_or_nan(fmaf(S, c, -L), 0.0f));
 }
 
 /* lse * log2(e) within the range of finite numbers; +inf, a row without gradient, stays. */
-template <bool GENERAL> __device__ inline float log2_of(float lse)
+template <bool LARGE> __device__ inline float log2_of(float lse)
 {
-    return GENERAL || lse == CUDART_INF_F ? lse : -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+    return LARGE || lse == CUDART_INF_F ? lse : -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
 }
 
-/* From q.k in S and dP: dS = P (dP - delta) dS/d(q.k) / scale in dP, and what dV wants, P after dropout, in S. Each step
- * is done with before the next, so that little is alive beside the two tiles. lse(r) and delta(r) are those of query r. */
-template <class Tile, class Lse, class Delta>
-__device__ static void score_and_differentiate(Tile &S, Tile &dP, const args &a, const span &s, const head &x,
-                                               bool whole, Lse lse, Delta delta)
+template <class Tile> __device__ static void keep(Tile &t, const kept_bits<Tile> &kept, float scale)
 {
-    kept_bits<Tile> kept;
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++)
+            t.at(r, c) = kept.at(r, c) ? t.at(r, c) * scale : 0.0f;
+}
+
+/* From q.k in S and dP: dS = P (dP - delta) dS/d(q.k) / scale in dP, and what dV wants, P after dropout, in S. Each
+ * step is done with before the next, so that little is alive beside the two tiles. lse(r) and delta(r) are those of
+ * query r. */
+template <class Tile, class Lse, class Delta>
+__device__ static void score_and_differentiate(Tile &S, Tile &dP, const kept_bits<Tile> &kept, const args &a,
+                                               const span &s, const head &x, bool whole, Lse lse, Delta delta)
+{
     if (a.drop_below)
-        draw_tile(S, kept, a, s, x);
+        keep(dP, kept, a.keep_scale);
 #pragma unroll
     for (int r = 0; r < Tile::R; r++) {
         const float d = delta(r);
 #pragma unroll
-        for (int c = 0; c < Tile::C; c++) {
-            const float keep = !a.drop_below ? 1.0f : kept.at(r, c) ? a.keep_scale : 0.0f;
-            dP.at(r, c) = keep * dP.at(r, c) - d;
-        }
+        for (int c = 0; c < Tile::C; c++)
+            dP.at(r, c) -= d;
     }
     if (a.softcap > 0) {
         const float inverse = 1.0f / a.softcap;
@@ -139,9 +176,11 @@ __device__ static void score_and_differentiate(Tile &S, Tile &dP, const args &a,
         for (int c = 0; c < Tile::C; c++) {
             const float P = probability<true>(S.at(r, c), LOG2E, L);
             dP.at(r, c) = P == 0.0f ? 0.0f : P * dP.at(r, c); /* P = 0 hides the pair, whatever dP came out as */
-            S.at(r, c) = !a.drop_below ? P : kept.at(r, c) ? P * a.keep_scale : 0.0f;
+            S.at(r, c) = P;
         }
     }
+    if (a.drop_below)
+        keep(S, kept, a.keep_scale);
 }
 
 template <int MT, int NT> __device__ static void scale_rows(float (&x)[MT][NT][4], float by)
@@ -155,7 +194,7 @@ template <int MT, int NT> __device__ static void scale_rows(float (&x)[MT][NT][4
                 x[m][n][e] *= by;
 }
 
-/* Mask and bias of a tile were the last to be copied, or with two slots the last but one. */
+/* Mask and bias of a tile, which all warps have copied, were the last to be, or with two slots the last but one. */
 template <int SLOTS> __device__ static void wait_for_extras(const args &a)
 {
     if (a.bias.data || a.mask.data) {
@@ -176,28 +215,32 @@ template <int D, class Tiles> struct shared_dq {
     int inside, outside; /* all rows see keys inside .. outside */
     span sequence;
     head of;
+    score_source from;
     key_rows k, v;
     __align__(16) char tiles[16]; /* of mask and bias: as many bytes as they need */
 };
 
-template <class T, int D, bool GENERAL, class Chip>
-__global__ void __launch_bounds__(Chip::template query_tiles<D, GENERAL>::THREADS,
-                                  Chip::template query_tiles<D, GENERAL>::BLOCKS)
+template <class T, int D, int SCORES, class Chip>
+__global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERAL>::THREADS,
+                                  Chip::template query_tiles<D, SCORES == GENERAL>::BLOCKS)
     dq_mma(const __grid_constant__ args a, const float2 *__restrict__ facts, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
-    typedef typename Chip::template query_tiles<D, GENERAL> Tiles;
+    typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
     typedef typename shared::extras extras;
     constexpr int MT = Tiles::MT, BR = shared::BR, BC = shared::BC, NT = BC / 8, SLOTS = Tiles::SLOTS;
     constexpr int THREADS = Tiles::THREADS;
-    typedef query_major<MT, NT> own_tile;
+    typedef query_major<MT, NT, T> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared *)memory;
     const uint32_t sQ = shared_address(s.Q), sdO = shared_address(s.dO);
     constexpr uint32_t TILE = BC * D * 2;
     const uint32_t sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
+    auto copy_own_scores = [&](const span &q, const score_source &from, int i0, int n0) {
+        copy_mask_and_bias<SCORES, extras, 16 * MT, 32>(lane, s.tiles, row0, a, q, from, i0, n0);
+    };
     int n0; /* the first key of a tile; there is one to come */
     bool more;
     { /* the first copies start before anything is shared: each thread finds out for itself */
@@ -221,16 +264,24 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, GENERAL>::THREAD
             copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, n0, here.keys, a.D);
             copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, n0, here.keys, a.Dv);
         }
+        score_source from;
+        if (SCORES != PLAIN) {
+            from = score_source_of(a, head_of(a, here, h));
+            if (more)
+                copy_own_scores(here, from, i0, n0);
+        }
         if (threadIdx.x == 0) {
             s.sequence = here;
             s.of = head_of(a, here, h);
+            if (SCORES != PLAIN)
+                s.from = from;
             s.k = k, s.v = v;
             s.i0 = i0, s.last = last, s.inside = inside, s.outside = outside;
         }
         if (threadIdx.x < BR) {
             const int row = min((int)threadIdx.x, rows - 1);
             const float2 f = facts[((int64_t)here.q_batch * a.Hq + h) * a.q_rows + here.q_row + i0 + row];
-            s.L[threadIdx.x] = log2_of<GENERAL>(f.x), s.delta[threadIdx.x] = f.y;
+            s.L[threadIdx.x] = log2_of<SCORES == GENERAL>(f.x), s.delta[threadIdx.x] = f.y;
             band_of_row(a, here, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
         }
     }
@@ -239,7 +290,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, GENERAL>::THREAD
     const head &x = s.of;
     float dQ[MT][D / 8][4];
     clear(dQ);
-    const float c = GENERAL ? LOG2E : a.scale_log2;
+    const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
 
     auto copy_next = [&](int slot) {
         if (more) {
@@ -252,31 +303,29 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, GENERAL>::THREAD
         wait_copies<0>();
         __syncthreads(); /* this tile is here, and the one before no longer needed */
         more = n0 + BC < s.last;
-        if constexpr (GENERAL) {
-            copy_mask_and_bias<extras, BR, BC, THREADS>(s.tiles, a, q, x, s.i0, n0);
-            commit_copies();
-        }
         if (SLOTS == 2)
             copy_next(slot ^ 1);
         float S[MT][NT][4], dP[MT][NT][4];
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
         own_tile t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
         own_tile dt = { dP, s.low, s.high, t.i0, t.n0, t.row0 };
-        if constexpr (GENERAL) {
+        if constexpr (SCORES == GENERAL) {
+            kept_bits<own_tile> kept;
+            if (a.drop_below)
+                draw_tile(t, kept, a, q, x);
             clear(dP);
             multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); /* dP = dO V^T */
             clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0); /* S  = Q K^T */
-            wait_for_extras<SLOTS>(a);
-            point_at_tiles<extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
+            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
             score_and_differentiate(
-                t, dt, a, q, x, whole, [&](int r) { return s.L[t.row0 + own_tile::down(r)]; },
+                t, dt, kept, a, q, x, whole, [&](int r) { return s.L[t.row0 + own_tile::down(r)]; },
                 [&](int r) { return s.delta[t.row0 + own_tile::down(r)]; });
         } else {
             clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
-            if (!whole)
-                hide_outside_band(t);
+            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
+            hide_scores<SCORES == MASKED>(t, a, q, x, whole);
 #pragma unroll
             for (int r = 0; r < 2 * MT; r++) {
                 const float L = s.L[t.row0 + own_tile::down(r)];
@@ -293,6 +342,11 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, GENERAL>::THREAD
                 for (int e = 0; e < 2 * NT; e++)
                     dt.at(r, e) = t.at(r, e) * (dt.at(r, e) - delta);
             }
+        }
+        if (SCORES != PLAIN && more) {
+            __syncwarp();
+            copy_own_scores(q, s.from, s.i0, n0 + BC);
+            commit_copies();
         }
         multiply_tile<T, D>(dQ, dP, sK + slot * TILE); /* dQ += dS K */
         if (SLOTS == 1) {
@@ -319,7 +373,8 @@ template <int D, class Tiles> struct shared_dkv {
     float2 facts[SLOTS][BQ];
     int low[SLOTS][BQ], high[SLOTS][BQ];
     span sequence;
-    head of[SLOTS];                   /* of the queries in either slot */
+    head of[SLOTS]; /* of the queries in either slot */
+    score_source from[SLOTS];
     int n0, hk;                       /* the first key, and its head */
     int first, last, inside, outside; /* rows that see some key of the tile, and those that see all */
     typedef score_tiles<BQ, BN, true> extras;
@@ -327,7 +382,7 @@ template <int D, class Tiles> struct shared_dkv {
 };
 
 /* Starts the copies of queries i0 .. + BQ of head h into a slot, and says what the tile has to know of them. */
-template <int D, class Tiles>
+template <int SCORES, int D, class Tiles>
 __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int slot, const args &a,
                                     const float2 *facts, int h, int i0, bool whole)
 {
@@ -344,22 +399,24 @@ __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int 
         if (!whole)
             band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[slot][threadIdx.x],
                         s.high[slot][threadIdx.x]);
-    } else if (threadIdx.x == BQ)
+    } else if (threadIdx.x == BQ && SCORES != PLAIN) {
         s.of[slot] = head_of(a, q, h);
+        s.from[slot] = score_source_of(a, s.of[slot]);
+    }
 }
 
-template <class T, int D, bool GENERAL, int WHICH, class Chip>
-__global__ void __launch_bounds__(Chip::template key_tiles<D, GENERAL>::THREADS,
-                                  Chip::template key_tiles<D, GENERAL>::BLOCKS)
+template <class T, int D, int SCORES, int WHICH, class Chip>
+__global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>::THREADS,
+                                  Chip::template key_tiles<D, SCORES == GENERAL>::BLOCKS)
     dkv_mma(const __grid_constant__ args a, const float2 *__restrict__ facts, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
-    typedef typename Chip::template key_tiles<D, GENERAL> Tiles;
+    typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
     typedef typename shared::extras extras;
     constexpr int MT = Tiles::MT, BN = shared::BN, BQ = shared::BQ, NT = BQ / 8, SLOTS = Tiles::SLOTS;
     constexpr int THREADS = Tiles::THREADS;
-    typedef key_major<MT, NT, BN> own_tile;
+    typedef key_major<MT, NT, BN, T> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared *)memory;
     const uint32_t sK = shared_address(s.K), sV = shared_address(s.V);
@@ -373,8 +430,9 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, GENERAL>::THREADS,
         const int keys = min(BN, here.keys - n0);
         if (keys <= 0)
             return;
-        copy_keys<D, BN, THREADS>(sK, a, here, a.k, keys_of(a, here, a.k, hk), hk, n0, here.keys, a.D);
-        copy_keys<D, BN, THREADS>(sV, a, here, a.v, keys_of(a, here, a.v, hk), hk, n0, here.keys, a.Dv);
+        copy_keys<D, BN, THREADS>(sK, a, here, a.k, keys_of(a, here, a.k, hk), hk, n0, here.keys, a.D, key_order<MT>());
+        copy_keys<D, BN, THREADS>(sV, a, here, a.v, keys_of(a, here, a.v, hk), hk, n0, here.keys, a.Dv,
+                                  key_order<MT>());
         int first, last, first_of_end, last_of_end;
         band_of_key(a, here, n0, first, last);
         band_of_key(a, here, n0 + keys - 1, first_of_end, last_of_end);
@@ -382,7 +440,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, GENERAL>::THREADS,
         first = min(first, first_of_end), last = max(last, last_of_end);
         i0 = first, h = hk * a.G, more = first < last;
         if (more)
-            meet_queries(s, here, 0, a, facts, h, i0, i0 >= inside && min(i0 + BQ, here.rows) <= outside);
+            meet_queries<SCORES>(s, here, 0, a, facts, h, i0, i0 >= inside && min(i0 + BQ, here.rows) <= outside);
         if (threadIdx.x == 0) {
             s.sequence = here;
             s.n0 = n0, s.hk = hk;
@@ -396,7 +454,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, GENERAL>::THREADS,
     float dK[MT][D / 8][4], dV[MT][D / 8][4];
     clear(dK);
     clear(dV);
-    const float c = GENERAL ? LOG2E : a.scale_log2;
+    const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
     for (int slot = 0; more; slot ^= SLOTS - 1) {
         wait_copies<0>();
         __syncthreads(); /* this tile is here, and the one before no longer needed */
@@ -405,37 +463,45 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, GENERAL>::THREADS,
         if (i0 >= s.last)
             i0 = s.first, h++;
         more = h < (s.hk + 1) * a.G;
-        if constexpr (GENERAL) {
-            copy_mask_and_bias<extras, BQ, BN, THREADS>(s.tiles, a, q, s.of[slot], i, s.n0);
+        if (SCORES != PLAIN) {
+            copy_mask_and_bias<SCORES, extras, BQ, THREADS>(threadIdx.x, s.tiles, 0, a, q, s.from[slot], i, s.n0);
             commit_copies();
         }
         if (SLOTS == 2) {
             if (more)
-                meet_queries(s, q, slot ^ 1, a, facts, h, i0, all_see_all(i0));
+                meet_queries<SCORES>(s, q, slot ^ 1, a, facts, h, i0, all_see_all(i0));
             commit_copies();
         }
         const uint32_t sQ = shared_address(s.Q[slot]), sdO = shared_address(s.dO[slot]);
         const head &x = s.of[slot];
         const bool whole = all_see_all(i);
         float S[MT][NT][4], dP[MT][NT][4];
-        own_tile t = { S, s.low[slot], s.high[slot], i + lane % 4 * 2, s.n0 + row0 + lane / 4, lane % 4 * 2 };
+        own_tile t = {
+            S, s.low[slot], s.high[slot], i + lane % 4 * 2, s.n0 + row0 + lane / 4 * (2 * MT), lane % 4 * 2
+        };
         own_tile dt = { dP, t.lows, t.highs, t.i0, t.n0, t.column0 };
         auto facts_of = [&](int r) { return s.facts[slot][t.column0 + own_tile::down(r)]; };
-        if constexpr (GENERAL) {
+        if constexpr (SCORES == GENERAL) {
+            kept_bits<own_tile> kept;
+            if (a.drop_below)
+                draw_tile(t, kept, a, q, x);
             clear(dP);
             if (WHICH & ONLY_DK)
                 multiply_rows<T, D>(dP, sV, row0, sdO, 0); /* dP^T = V dO^T */
             clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, 0); /* S^T = K Q^T */
             wait_for_extras<SLOTS>(a);
-            point_at_tiles<extras>(t, s.tiles, a, t.column0, row0 + lane / 4);
+            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.column0, row0 + lane / 4 * (2 * MT));
             score_and_differentiate(
-                t, dt, a, q, x, whole, [&](int r) { return facts_of(r).x; }, [&](int r) { return facts_of(r).y; });
+                t, dt, kept, a, q, x, whole, [&](int r) { return facts_of(r).x; },
+                [&](int r) { return facts_of(r).y; });
         } else {
             clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, 0);
-            if (!whole)
-                hide_outside_band(t);
+            if (SCORES == MASKED)
+                wait_for_extras<SLOTS>(a);
+            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.column0, row0 + lane / 4 * (2 * MT));
+            hide_scores<SCORES == MASKED>(t, a, q, x, whole);
             float delta[2 * NT];
 #pragma unroll
             for (int r = 0; r < 2 * NT; r++) {
@@ -462,7 +528,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, GENERAL>::THREADS,
         if (SLOTS == 1) {
             __syncthreads();
             if (more)
-                meet_queries(s, q, 0, a, facts, h, i0, all_see_all(i0));
+                meet_queries<SCORES>(s, q, 0, a, facts, h, i0, all_see_all(i0));
             commit_copies();
         }
     }
@@ -471,64 +537,67 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, GENERAL>::THREADS,
     const int n0 = s.n0, hk = s.hk, keys = min(BN, q.keys - n0);
     scale_rows(dK, a.scale);
     if (WHICH & ONLY_DK && a.d_k.data)
-        store_rows<T, D, MT>(dK, a.d_k, a.D, a.accumulate, sK, s.K, row0,
-                             [&](int r) { return r < keys ? key_at(a, q, a.d_k, hk, n0 + r) : NOWHERE; });
+        store_rows<T, D, MT>(dK, a.d_k, a.D, a.accumulate, sK, s.K, row0, [&](int r) {
+            r = key_order<MT>()(r);
+            return r < keys ? key_at(a, q, a.d_k, hk, n0 + r) : NOWHERE;
+        });
     if (WHICH & ONLY_DV && a.d_v.data)
-        store_rows<T, D, MT>(dV, a.d_v, a.Dv, a.accumulate, sV, s.V, row0,
-                             [&](int r) { return r < keys ? key_at(a, q, a.d_v, hk, n0 + r) : NOWHERE; });
+        store_rows<T, D, MT>(dV, a.d_v, a.Dv, a.accumulate, sV, s.V, row0, [&](int r) {
+            r = key_order<MT>()(r);
+            return r < keys ? key_at(a, q, a.d_v, hk, n0 + r) : NOWHERE;
+        });
 #endif
 }
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
-template <class T, int D, bool GENERAL, int WHICH, class Chip>
+template <class T, int D, int SCORES, int WHICH, class Chip>
 static heed_status run_keys(const args &a, const float2 *facts, const heed_exec *x)
 {
-    typedef typename Chip::template key_tiles<D, GENERAL> Tiles;
+    typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
+    static_assert(sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES, "");
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const tile_order order = order_tiles(tiles_of(keys, Tiles::OWN), a.Hk, (int64_t)a.Sq * a.G, a);
-    return launch(dkv_mma<T, D, GENERAL, WHICH, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + (GENERAL ? shared::extras::bytes(a) : 0), x, a, facts, order);
+    return launch(dkv_mma<T, D, SCORES, WHICH, Chip>, order.blocks(), Tiles::THREADS,
+                  sizeof(shared) + shared::extras::bytes(a), x, a, facts, order);
 }
 
-template <class T, int D, bool GENERAL, class Chip>
+template <class T, int D, int SCORES, class Chip>
 static heed_status run_queries(const args &a, const float2 *facts, const heed_exec *x)
 {
-    typedef typename Chip::template query_tiles<D, GENERAL> Tiles;
+    typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
+    static_assert(sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES, "");
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
-    return launch(dq_mma<T, D, GENERAL, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + (GENERAL ? shared::extras::bytes(a) : 0), x, a, facts, order);
+    return launch(dq_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS, sizeof(shared) + shared::extras::bytes(a),
+                  x, a, facts, order);
 }
 
-template <class T, int D, bool GENERAL, class Chip>
-static heed_status run_tiles(const args &a, const float2 *facts, const heed_exec *x)
+template <class T, int D, int SCORES, class Chip>
+static heed_status run_scores(const args &a, const float2 *facts, const heed_exec *x)
 {
-    typedef typename Chip::template key_tiles<D, GENERAL> keys;
-    typedef typename Chip::template query_tiles<D, GENERAL> queries;
-    typedef shared_dkv<D, keys> for_keys;
-    typedef shared_dq<D, queries> for_queries;
-    static_assert(sizeof(for_keys) + (GENERAL ? for_keys::extras::MOST_BYTES : 0) <= Chip::SHARED_BYTES, "");
-    static_assert(sizeof(for_queries) + (GENERAL ? for_queries::extras::MOST_BYTES : 0) <= Chip::SHARED_BYTES, "");
     heed_status status = HEED_OK;
     if constexpr (D == 256) {
         if (a.d_v.data)
-            status = run_keys<T, D, GENERAL, ONLY_DV, Chip>(a, facts, x);
+            status = run_keys<T, D, SCORES, ONLY_DV, Chip>(a, facts, x);
         if (!status && a.d_k.data)
-            status = run_keys<T, D, GENERAL, ONLY_DK, Chip>(a, facts, x);
+            status = run_keys<T, D, SCORES, ONLY_DK, Chip>(a, facts, x);
     } else if (a.d_k.data || a.d_v.data)
-        status = run_keys<T, D, GENERAL, BOTH, Chip>(a, facts, x);
+        status = run_keys<T, D, SCORES, BOTH, Chip>(a, facts, x);
     if (!status && a.d_q.data)
-        status = run_queries<T, D, GENERAL, Chip>(a, facts, x);
+        status = run_queries<T, D, SCORES, Chip>(a, facts, x);
     return status;
 }
 
 template <class T, int D, class Chip>
 static heed_status run_head(const args &a, const float2 *facts, const heed_exec *x)
 {
-    const bool general = a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below || a.scale <= 0;
-    return general ? run_tiles<T, D, true, Chip>(a, facts, x) : run_tiles<T, D, false, Chip>(a, facts, x);
+    const int scores = scores_of<D, Chip>(a);
+    if constexpr (D <= Chip::MASKED_HEAD_DIM)
+        if (scores == MASKED)
+            return run_scores<T, D, MASKED, Chip>(a, facts, x);
+    return scores == PLAIN ? run_scores<T, D, PLAIN, Chip>(a, facts, x) : run_scores<T, D, GENERAL, Chip>(a, facts, x);
 }
 
 template <class T, class Chip> static heed_status run(const args &a, const float2 *facts, const heed_exec *x)

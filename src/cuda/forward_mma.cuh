@@ -1,8 +1,7 @@
 /* The tensor-core forward for fp16 and bf16, head sizes to 256. A block owns 16 MT rows of one head for each of its
- * warps, and meets BC keys at a time. With one slot V arrives while S = Q K^T is computed, the next K while O += P V is;
- * with two the next K and V arrive while a whole tile is.
+ * warps, and meets BC keys at a time: V arrives while S = Q K^T is computed, the next K while O += P V is.
  *
- * What the scores need beyond scale and band is in GENERAL, so that the others do not pay for it. */
+ * SCORES is what they need beyond scale and band (tile_mma.cuh): nobody pays for what is absent. */
 #ifndef HEED_CUDA_FORWARD_MMA_CUH
 #define HEED_CUDA_FORWARD_MMA_CUH
 
@@ -12,10 +11,11 @@
 template <int D, class Tiles> struct shared_forward {
     static constexpr int BR = Tiles::OWN, BC = Tiles::MEETS;
     typedef score_tiles<BR, BC, false> extras;
-    char Q[BR * D * 2], K[Tiles::SLOTS][BC * D * 2], V[Tiles::SLOTS][BC * D * 2];
+    char Q[BR * D * 2], K[BC * D * 2], V[BC * D * 2];
     int low[BR], high[BR];
     span sequence; /* what is looked at once for each tile lies here and not in registers */
     head of;
+    score_source from;
     key_rows k, v;
     int i0, last;                 /* the first row, and the end of the keys that some row sees */
     int inside, outside;          /* all rows see keys inside .. outside */
@@ -35,8 +35,8 @@ __device__ static float row_sum(float x)
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* The running maximum m of a row follows its scores only where they pass it by more than LAG, as a power of two: P is then
- * at most 2^LAG, and most tiles need neither the maximum of the four lanes nor a new scale of O. */
+/* The running maximum m of a row follows its scores only where they pass it by more than LAG, as a power of two: P
+ * is then at most 2^LAG, and most tiles need neither the maximum of the four lanes nor a new scale of O. */
 constexpr float LAG = 8.0f;
 
 /* With c m beyond this, its rounding would matter to an exponent: the maximum is then subtracted first. */
@@ -114,21 +114,23 @@ template <class Tile> __device__ static void drop(Tile &t, int k, const kept_bit
 }
 
 /* The tiles are those of the Chip as the code's own target has them. */
-template <class T, int D, bool GENERAL, class Chip>
-__global__ void __launch_bounds__(Chip::template tiles<D, GENERAL>::THREADS, Chip::template tiles<D, GENERAL>::BLOCKS)
+template <class T, int D, int SCORES, class Chip>
+__global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::THREADS,
+                                  Chip::template tiles<D, SCORES == GENERAL>::BLOCKS)
     forward_mma(const __grid_constant__ args a, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
     extern __shared__ __align__(1024) char memory[];
-    typedef typename Chip::template tiles<D, GENERAL> Tiles;
+    typedef typename Chip::template tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_forward<D, Tiles> shared;
     typedef typename shared::extras extras;
     constexpr int MT = Tiles::MT, BR = Tiles::OWN, BC = Tiles::MEETS, NT = BC / 8, THREADS = Tiles::THREADS;
-    constexpr int SLOTS = Tiles::SLOTS;
-    constexpr uint32_t TILE = BC * D * 2;
     auto &s = *(shared *)memory;
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
+    auto copy_own_scores = [&](const span &q, const score_source &from, int i0, int n0) {
+        copy_mask_and_bias<SCORES, extras, 16 * MT, 32>(lane, s.tiles, row0, a, q, from, i0, n0);
+    };
     int n0; /* the first key of a tile; there is one to come */
     bool more;
     { /* the first copies start before anything is shared: each thread finds out for itself */
@@ -148,17 +150,23 @@ __global__ void __launch_bounds__(Chip::template tiles<D, GENERAL>::THREADS, Chi
                                   rows, a.D);
         if (first < last)
             copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, first, here.keys, a.D);
-        if (first < last && SLOTS == 2)
-            copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, first, here.keys, a.Dv);
+        n0 = first, more = first < last;
+        score_source from;
+        if (SCORES != PLAIN) {
+            from = score_source_of(a, head_of(a, here, h));
+            if (more)
+                copy_own_scores(here, from, i0, n0);
+        }
         if (threadIdx.x == 0) {
             s.sequence = here;
             s.of = head_of(a, here, h);
+            if (SCORES != PLAIN)
+                s.from = from;
             s.k = k, s.v = v;
             s.i0 = i0, s.last = last, s.inside = inside, s.outside = outside;
         }
         if (threadIdx.x < BR)
             band_of_row(a, here, i0 + min((int)threadIdx.x, rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
-        n0 = first, more = first < last;
     }
     commit_copies();
     const span &q = s.sequence;
@@ -169,62 +177,49 @@ __global__ void __launch_bounds__(Chip::template tiles<D, GENERAL>::THREADS, Chi
     for (int r = 0; r < MT * 2; r++)
         m[r] = -CUDART_INF_F, l[r] = 0.0f;
     /* Where nothing is added to S it need not be scaled before the exponential. */
-    const bool scaled = GENERAL && (a.softcap > 0 || a.bias.data || a.alibi.data || a.scale <= 0);
+    const bool scaled = SCORES == GENERAL && (a.softcap > 0 || a.bias.data || a.alibi.data || a.scale <= 0);
     const float c = scaled ? LOG2E : a.scale_log2;
 
-    auto copy_k = [&](int slot, int n0) {
-        copy_keys<D, BC, THREADS>(sK + slot * TILE, a, q, a.k, s.k, x.hk, n0, q.keys, a.D);
-    };
-    auto copy_v = [&](int slot, int n0) {
-        copy_keys<D, BC, THREADS>(sV + slot * TILE, a, q, a.v, s.v, x.hk, n0, q.keys, a.Dv);
-    };
-    for (int slot = 0; more; slot ^= SLOTS - 1) {
+    while (more) {
         wait_copies<0>();
-        __syncthreads(); /* K is here, and the last V is no longer needed; with two slots, K and V are */
-        if (GENERAL)
-            copy_mask_and_bias<extras, BR, BC, THREADS>(s.tiles, a, q, x, s.i0, n0);
-        if (SLOTS == 1)
-            copy_v(0, n0);
-        else if (GENERAL)
-            commit_copies();
-        more = n0 + BC < s.last;
-        if (SLOTS == 2 && more)
-            copy_k(slot ^ 1, n0 + BC), copy_v(slot ^ 1, n0 + BC);
+        __syncthreads(); /* K is here, and the last V is no longer needed */
+        copy_keys<D, BC, THREADS>(sV, a, q, a.v, s.v, x.hk, n0, q.keys, a.Dv);
         commit_copies();
+        more = n0 + BC < s.last;
         float S[MT][NT][4];
+        query_major<MT, NT, T> t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
+        kept_bits<query_major<MT, NT, T>> kept;
+        if (SCORES == GENERAL && a.drop_below)
+            draw_tile(t, kept, a, q, x);
         clear(S);
-        multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0); /* S  = Q K^T */
-        if (SLOTS == 1) {
-            wait_copies<0>();
-            __syncthreads(); /* V is here, and this K is no longer needed */
-            if (more)
-                copy_k(0, n0 + BC);
-            commit_copies();
-        } else if (GENERAL && (a.mask.data || a.bias.data)) {
-            wait_copies<1>();
-            __syncthreads();
-        }
+        multiply_rows<T, D>(S, sQ, row0, sK, 0); /* S  = Q K^T */
+        wait_copies<0>();
+        __syncthreads(); /* V is here, and this K is no longer needed */
+        if (more)
+            copy_keys<D, BC, THREADS>(sK, a, q, a.k, s.k, x.hk, n0 + BC, q.keys, a.D);
+        commit_copies();
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
-        query_major<MT, NT> t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
-        if constexpr (GENERAL) {
-            point_at_tiles<extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
+        point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
+        if constexpr (SCORES == GENERAL)
             score(t, scaled ? a.scale : 1.0f, a, q, x, whole);
-        } else if (!whole)
-            hide_outside_band(t);
+        else
+            hide_scores<SCORES == MASKED>(t, a, q, x, whole);
+        if (SCORES != PLAIN && more) {
+            __syncwarp();
+            copy_own_scores(q, s.from, s.i0, n0 + BC);
+            commit_copies();
+        }
         find_maximum<D>(S, m, l, O, c);
         float offset[MT * 2];
 #pragma unroll
         for (int r = 0; r < MT * 2; r++)
             offset[r] = fabsf(m[r] * c) > COARSE ? 0.0f : m[r] * c;
-        kept_bits<query_major<MT, NT>> kept;
-        if (GENERAL && a.drop_below)
-            draw_tile(t, kept, a, q, x);
 #pragma unroll
         for (int k = 0; k < NT / 2; k++) { /* some are multiplied while others are computed */
             exponentials(S, k, offset, l, c);
-            if (GENERAL && a.drop_below)
+            if (SCORES == GENERAL && a.drop_below)
                 drop(t, k, kept);
-            multiply_tile<T, D>(O, S, k, sV + slot * TILE); /* O += P V */
+            multiply_tile<T, D>(O, S, k, sV); /* O += P V */
         }
         n0 += BC;
     }
@@ -241,7 +236,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, GENERAL>::THREADS, Chi
         if (sum != 0.0f) { /* else the row saw no key */
             rescale = exp2_fast((own - most) * LOG2E);
             sum = sum * rescale + exp2_fast((sink - most) * LOG2E);
-            rescale = (GENERAL && a.drop_below ? a.keep_scale : 1.0f) * rescale / sum;
+            rescale = (SCORES == GENERAL && a.drop_below ? a.keep_scale : 1.0f) * rescale / sum;
         }
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
@@ -256,23 +251,23 @@ __global__ void __launch_bounds__(Chip::template tiles<D, GENERAL>::THREADS, Chi
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
-template <class T, int D, bool GENERAL, class Chip> static heed_status run_tiles(const args &a, const heed_exec *x)
+template <class T, int D, int SCORES, class Chip> static heed_status run_tiles(const args &a, const heed_exec *x)
 {
-    typedef typename Chip::template tiles<D, GENERAL> Tiles;
+    typedef typename Chip::template tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_forward<D, Tiles> shared;
+    static_assert(sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
-    return launch(forward_mma<T, D, GENERAL, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + (GENERAL ? shared::extras::bytes(a) : 0), x, a, order);
+    return launch(forward_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS,
+                  sizeof(shared) + shared::extras::bytes(a), x, a, order);
 }
 
 template <class T, int D, class Chip> static heed_status run_head(const args &a, const heed_exec *x)
 {
-    const bool general = a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below || a.scale <= 0;
-    typedef typename Chip::template tiles<D, true> slow;
-    typedef typename Chip::template tiles<D, false> fast;
-    static_assert(sizeof(shared_forward<D, slow>) + shared_forward<D, slow>::extras::MOST_BYTES <= Chip::SHARED_BYTES);
-    static_assert(sizeof(shared_forward<D, fast>) <= Chip::SHARED_BYTES);
-    return general ? run_tiles<T, D, true, Chip>(a, x) : run_tiles<T, D, false, Chip>(a, x);
+    const int scores = scores_of<D, Chip>(a);
+    if constexpr (D <= Chip::MASKED_HEAD_DIM)
+        if (scores == MASKED)
+            return run_tiles<T, D, MASKED, Chip>(a, x);
+    return scores == PLAIN ? run_tiles<T, D, PLAIN, Chip>(a, x) : run_tiles<T, D, GENERAL, Chip>(a, x);
 }
 
 template <class T, class Chip> static heed_status run(const args &a, const heed_exec *x)

@@ -21,8 +21,8 @@ template <int GROUPS> __device__ static float row_sum(float x)
     return x;
 }
 
-/* P = exp(S - m'), l = l a + sum P, O = O a, with a = exp(m - m'). l is the thread's own part of the sum; m lies in shared
- * memory, read and written by the neighbours that share a row. */
+/* P = exp(S - m'), l = l a + sum P, O = O a, with a = exp(m - m'). l is the thread's own part of the sum; m lies in
+ * shared memory, read and written by the neighbours that share a row. */
 template <int WIDTH>
 __device__ static void softmax_step(float (&S)[8][8], shared_fp32<WIDTH> &s, float *m, float (&l)[8], float (&O)[8][8])
 {

@@ -1,10 +1,11 @@
-/* Forward with the tensor cores of Turing, for fp16: forward_mma.cuh with products 8 deep, copies through registers, and
- * tiles for 64 KB of shared memory. It runs on later chips too, which have better. */
+/* Forward with the tensor cores of Turing, for fp16: forward_mma.cuh with products 8 deep, copies through registers,
+ * and tiles for 64 KB of shared memory. It runs on chips up to Hopper, which have
+ * better. */
 #define HEED_LIKE_TURING
 #include "forward_mma.cuh"
 
 struct turing {
-    static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128;
+    static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128, MASKED_HEAD_DIM = 0;
     template <int D, bool GENERAL> using tiles = block_tiles<4, 1, D == 128 && GENERAL ? 32 : 64, 1, 2>;
 };
 

@@ -111,6 +111,16 @@ template <class T> __device__ inline void scale_scores(T &t, float factor)
             t.at(r, c) *= factor;
 }
 
+/* Hides what mask and band hide. whole: the band hides nothing in this tile. */
+template <bool MASKS, class T>
+__device__ inline void hide_scores(T &t, const args &a, const span &s, const head &x, bool whole)
+{
+    if (MASKS && a.mask.data)
+        apply_mask(t, a, s, x);
+    if (!whole)
+        hide_outside_band(t);
+}
+
 /* S from factor * S, which is q.k with factor = scale, or the softcap's result. */
 template <class T>
 __device__ inline void finish_scores(T &t, float factor, const args &a, const span &s, const head &x, bool whole)
@@ -121,14 +131,11 @@ __device__ inline void finish_scores(T &t, float factor, const args &a, const sp
         scale_scores(t, factor);
     if (a.alibi.data)
         add_alibi(t, s, x);
-    if (a.mask.data)
-        apply_mask(t, a, s, x);
-    if (!whole)
-        hide_outside_band(t);
+    hide_scores<true>(t, a, s, x, whole);
 }
 
-/* S from q.k, in place. factor: the scale, or 1 where nothing is added to S and the caller prefers to scale later. whole:
- * the band hides nothing in this tile. */
+/* S from q.k, in place. factor: the scale, or 1 where nothing is added to S and the caller prefers to scale later.
+ * whole: the band hides nothing in this tile. */
 template <class T>
 __device__ inline void score(T &t, float factor, const args &a, const span &s, const head &x, bool whole)
 {

@@ -1,9 +1,9 @@
 /* The vocabulary of the portable kernels: products of tiles in plain fp32 fused multiply-adds, from memory of any
  * dtype, stride and alignment.
  *
- * A block of 128 threads owns ROWS rows and meets COLUMNS columns at a time: 128 x 64 for results 64 wide, 64 x 128 for
- * results 128 wide, so that a thread's share of every tile and of every result is 8 x 8, in blocks of 4 x 4 (a kernel with
- * two results meets half as many columns, 8 x 4 to a thread: there are no registers for more):
+ * A block of 128 threads owns ROWS rows and meets COLUMNS columns at a time: 128 x 64 for results 64 wide, 64 x 128
+ * for results 128 wide, so that a thread's share of every tile and of every result is 8 x 8, in blocks of 4 x 4 (a
+ * kernel with two results meets half as many columns, 8 x 4 to a thread: there are no registers for more):
  *     row    of r:  4 g + r % 4 + 4 RG (r / 4)           g = thread / CG
  *     column of c:  4 t + c % 4 + 4 CG (c / 4)           t = thread % CG
  *
@@ -11,8 +11,8 @@
  *     multiply_rows     X += A B^T       A ROWS rows, B COLUMNS rows, both in memory     (Q K^T, dO V^T)
  *     multiply_tile     Y += X B         X in shared memory, B COLUMNS rows in memory    (P V, dS K)
  * The summed dimension comes first there, so that what a thread needs for one step lies together, and neighbouring
- * registers: an FMA whose operands all lie in one bank of the register file takes twice as long. PAD numbers between lines
- * keep threads that write side by side from meeting in one bank of shared memory.
+ * registers: an FMA whose operands all lie in one bank of the register file takes twice as long. PAD numbers between
+ * lines keep threads that write side by side from meeting in one bank of shared memory.
  *
  * A row is named by the offset of its first element, kept in shared memory; NOWHERE is a row of zeros. */
 #ifndef HEED_CUDA_TILE_FP32_CUH

@@ -8,8 +8,8 @@
 #include "scores.cuh"
 #include "sm75.cuh"
 
-/* Where a kernel's code is compiled: Ampere's from there on, Turing's to Hopper, so that it can be tested there. Elsewhere
- * it is empty; the planner knows (backend.h). */
+/* Where a kernel's code is compiled: Ampere's from there on, Turing's to Hopper, so that it can be tested there.
+ * Elsewhere it is empty; the planner knows (backend.h). */
 #if !defined(__CUDA_ARCH__)
 #define CHIP_RUNS_HERE 1
 #elif defined(HEED_LIKE_TURING)
@@ -27,6 +27,17 @@ template <int WARPS_, int MT_, int MEETS_, int SLOTS_, int BLOCKS_> struct block
     static constexpr int THREADS = 32 * WARPS, OWN = 16 * MT * WARPS;
 };
 
+/* What the scores of a kernel may need beyond scale and band: nothing, a mask, or a mask and everything else. */
+enum { PLAIN, MASKED, GENERAL };
+
+/* The least that will do. Wide heads have no kernels for a mask alone. */
+template <int D, class Chip> int scores_of(const args &a)
+{
+    if (a.softcap > 0 || a.bias.data || a.alibi.data || a.drop_below || a.scale <= 0)
+        return GENERAL;
+    return !a.mask.data ? PLAIN : D <= Chip::MASKED_HEAD_DIM ? MASKED : GENERAL;
+}
+
 /* Division of numbers below 2^31 by one that the host knows. */
 struct divisor {
     unsigned number, factor, shift;
@@ -42,8 +53,8 @@ inline divisor divisor_of(int64_t number)
     return d;
 }
 
-/* Which tile of which head a block owns. Heads go in groups, so that what the blocks of a group read fits in the L2 cache,
- * and in a group the first tiles of all heads go first: under a causal band those should be the long ones. */
+/* Which tile of which head a block owns. Heads go in groups, so that what the blocks of a group read fits in the L2
+ * cache, and in a group the first tiles of all heads go first: under a causal band those should be the long ones. */
 struct tile_order {
     int tiles, heads, full_rounds;
     divisor round, group, rest; /* blocks of a round; heads in one, and in the last one */
@@ -93,9 +104,15 @@ constexpr int COPIES_IN_REGISTERS = 2;
 constexpr int COPIES_IN_REGISTERS = 1;
 #endif
 
+/* Which of the rows in memory is row r of a tile. */
+struct in_order {
+    __device__ int operator()(int r) const { return r; }
+};
+
 /* Copies COUNT rows that lie `step` bytes apart, those from `rows` on as zeros; each is `width` elements wide. */
-template <int D, int COUNT, int THREADS>
-__device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step, int rows, int width)
+template <int D, int COUNT, int THREADS, class Order = in_order>
+__device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step, int rows, int width,
+                                 Order order = Order())
 {
     constexpr int CHUNKS = D / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
     static_assert(ROWS_AT_ONCE % 4 == 0, "so that r, below, changes one bit of a chunk's place, or none");
@@ -103,12 +120,19 @@ __device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step,
     const int bytes = max(0, min(16, (width - chunk * 8) * 2));
     const char *from = first + row * step + chunk * 16;
     const uint32_t to = chunk_at<D>(tile, row, chunk);
-    step *= ROWS_AT_ONCE;
     constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : COUNT;
+    auto copy = [&](auto size) {
 #pragma unroll UNROLL
-    for (int r = 0; r < COUNT; r += ROWS_AT_ONCE, from += step)
-        if (ROWS_AT_ONCE <= COUNT || row < COUNT)
-            copy_async<16>((to ^ (r & 4) << 4) + r * D * 2, from, r + row < rows ? bytes : 0);
+        for (int r = 0; r < COUNT; r += ROWS_AT_ONCE) {
+            const int which = order(r + row);
+            if (ROWS_AT_ONCE <= COUNT || row < COUNT)
+                copy_async<16>((to ^ (r & 4) << 4) + r * D * 2, from + (which - row) * step, size(which));
+        }
+    };
+    if (rows >= COUNT && width == D) /* the rule, and half the instructions */
+        copy([&](int) { return 16; });
+    else
+        copy([&](int which) { return which < rows ? bytes : 0; });
 }
 
 /* The same for rows that lie anywhere: row r at from(r), which is NULL for zeros. */
@@ -139,15 +163,16 @@ __device__ inline key_rows keys_of(const args &a, const span &s, const view &t, 
     return k;
 }
 
-template <int D, int COUNT, int THREADS>
+template <int D, int COUNT, int THREADS, class Order = in_order>
 __device__ inline void copy_keys(uint32_t tile, const args &a, const span &s, const view &t, const key_rows &k, int hk,
-                                 int n0, int keys, int width)
+                                 int n0, int keys, int width, Order order = Order())
 {
     if (!a.page)
-        copy_rows<D, COUNT, THREADS>(tile, k.first + n0 * k.step, k.step, keys - n0, width);
+        copy_rows<D, COUNT, THREADS>(tile, k.first + n0 * k.step, k.step, keys - n0, width, order);
     else
         copy_scattered_rows<D, COUNT, THREADS>(tile, width, t.data, [&](int r) {
-            int64_t at = n0 + r < keys ? key_at(a, s, t, hk, n0 + r) : NOWHERE;
+            const int n = n0 + order(r);
+            int64_t at = n < keys ? key_at(a, s, t, hk, n) : NOWHERE;
             return at == NOWHERE ? (const char *)NULL : t.data + at * 2;
         });
 }
@@ -191,7 +216,8 @@ __device__ inline void multiply_rows(float (&X)[MT][NT][4], uint32_t A, int a_ro
     }
 }
 
-/* Columns 16 k .. + 16 of a tile of results become the left operand of the next product, without leaving their lanes. */
+/* Columns 16 k .. + 16 of a tile of results become the left operand of the next product, without leaving their
+ * lanes. */
 template <class T, int NT> __device__ inline void pack_columns(uint32_t (&P)[4], const float (&X)[NT][4], int k)
 {
     P[0] = pack<T>(X[2 * k][0], X[2 * k][1]);
@@ -289,11 +315,15 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
 
 /* ---- Scores ------------------------------------------------------------------------------------------------------ */
 
-/* Mask and bias of a tile of QUERIES x KEYS scores lie in shared memory as they do outside, a row for each query: copied
- * ahead, they cost no wait, and any layout outside is read in order. Rows are PAD or 2 PAD bytes longer than KEYS
- * elements, which spreads a warp's reads over the banks. */
+/* Mask and bias of a tile of QUERIES x KEYS scores lie in shared memory as they do outside, a row for each query:
+ * copied ahead, they cost no wait, and any layout outside is read in order. Rows are PAD or 2 PAD bytes longer than
+ * KEYS elements, which spreads a warp's reads over the banks. */
 template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
-    static constexpr int PAD = 16, MOST_BYTES = QUERIES * (5 * KEYS + 3 * PAD);
+    static constexpr int ROWS = QUERIES, COLUMNS = KEYS, PAD = 16;
+    static constexpr int most_bytes(int scores)
+    {
+        return scores == PLAIN ? 0 : ROWS * (KEYS + PAD + (scores == GENERAL ? 4 * KEYS + 2 * PAD : 0));
+    }
     static __host__ __device__ constexpr int pitch(int size)
     {
         return KEYS * size + (size == 4 && !KEY_MAJOR ? 2 * PAD : PAD);
@@ -308,28 +338,55 @@ template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
     }
 };
 
-/* Copies queries i0 .. and keys n0 .. of a mask or bias that begins at element `first`. What does not exist is zero. */
-template <int QUERIES, int KEYS, int THREADS, int SIZE>
-__device__ inline void copy_scores(char *tile, int pitch, const args &a, const span &s, const view &m, int64_t first,
-                                   int i0, int n0)
+/* Mask or bias of one head. */
+struct score_rows {
+    const char *first;   /* of query 0 and key 0 */
+    int64_t down, along; /* bytes from query to query, and from key to key */
+    int vector;          /* keys are neighbours, and every sixteenth begins at a multiple of 16 bytes */
+};
+
+struct score_source {
+    score_rows bias, mask;
+};
+
+__device__ inline score_rows score_rows_of(const args &a, const view &m, int64_t first, int size)
 {
-    const int rows = min(QUERIES, s.rows - i0), keys = min(KEYS, s.keys - n0);
-    constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : 4;
-    const int64_t step = a.col_step * m.stride[3] * SIZE, down = m.stride[2] * SIZE;
-    const char *from = m.data + (first + i0 * m.stride[2] + (a.col + n0 * a.col_step) * m.stride[3]) * SIZE;
-    if (m.vector && step == SIZE && (uintptr_t)from % 16 == 0) {
-        constexpr int CHUNKS = KEYS * SIZE / 16;
+    score_rows x;
+    x.first = m.data + (first + a.col * m.stride[3]) * size;
+    x.down = m.stride[2] * size, x.along = a.col_step * m.stride[3] * size;
+    x.vector = m.vector && x.along == size && (uintptr_t)x.first % 16 == 0;
+    return x;
+}
+
+__device__ inline score_source score_source_of(const args &a, const head &x)
+{
+    return { score_rows_of(a, a.bias, x.bias, a.bias.dtype == HEED_F32 ? 4 : 2), score_rows_of(a, a.mask, x.mask, 1) };
+}
+
+/* Copies queries i0 .. and keys n0 .. of a mask or bias; those from `rows` and `keys` on are zero. */
+template <int QUERIES, int KEYS, int THREADS, int SIZE>
+__device__ inline void copy_scores(int thread, char *tile, int pitch, const score_rows &m, int i0, int n0, int rows,
+                                   int keys)
+{
+    if (m.vector) {
+        constexpr int CHUNKS = KEYS * SIZE / 16, ROWS_AT_ONCE = THREADS / CHUNKS;
+        constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : QUERIES;
+        const int row = thread / CHUNKS, at = thread % CHUNKS * 16;
+        const int bytes = max(0, min(16, keys * SIZE - at));
+        const char *from = m.first + (i0 + row) * m.down + (int64_t)n0 * SIZE + at;
+        const int64_t step = ROWS_AT_ONCE * m.down;
+        const uint32_t to = shared_address(tile + row * pitch + at);
 #pragma unroll UNROLL
-        for (int e = threadIdx.x; e < QUERIES * CHUNKS; e += THREADS) {
-            const int r = e / CHUNKS, c = e % CHUNKS * 16, bytes = max(0, min(16, keys * SIZE - c));
-            copy_async<16>(shared_address(tile + r * pitch + c), r < rows ? from + r * down + c : m.data,
-                           r < rows ? bytes : 0);
-        }
+        for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
+            if (ROWS_AT_ONCE <= QUERIES || row < QUERIES)
+                copy_async<16>(to + r * pitch, from, r + row < rows ? bytes : 0);
     } else {
+        constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : 4;
+        const char *from = m.first + i0 * m.down + n0 * m.along;
 #pragma unroll UNROLL
-        for (int e = threadIdx.x; e < QUERIES * KEYS; e += THREADS) {
+        for (int e = thread; e < QUERIES * KEYS; e += THREADS) {
             const int r = e / KEYS, c = e % KEYS;
-            const char *one = from + r * down + c * step;
+            const char *one = from + r * m.down + c * m.along;
             char *to = tile + r * pitch + c * SIZE;
             const bool real = r < rows && c < keys;
             if (SIZE == 1)
@@ -342,20 +399,28 @@ __device__ inline void copy_scores(char *tile, int pitch, const args &a, const s
     }
 }
 
-template <class Tiles, int QUERIES, int KEYS, int THREADS>
-__device__ inline void copy_mask_and_bias(char *tiles, const args &a, const span &s, const head &x, int i0, int n0)
+/* Mask and, of GENERAL kernels, bias for rows `row` .. + QUERIES of a tile that begins at query i0 and key n0, by so
+ * many threads. */
+template <int SCORES, class Tiles, int QUERIES, int THREADS>
+__device__ inline void copy_mask_and_bias(int thread, char *tiles, int row, const args &a, const span &s,
+                                          const score_source &from, int i0, int n0)
 {
-    if (a.bias.data && a.bias.dtype == HEED_F32)
-        copy_scores<QUERIES, KEYS, THREADS, 4>(tiles, Tiles::pitch(4), a, s, a.bias, x.bias, i0, n0);
-    else if (a.bias.data)
-        copy_scores<QUERIES, KEYS, THREADS, 2>(tiles, Tiles::pitch(2), a, s, a.bias, x.bias, i0, n0);
-    if (a.mask.data)
-        copy_scores<QUERIES, KEYS, THREADS, 1>(tiles + Tiles::bias_bytes(a), Tiles::pitch(1), a, s, a.mask, x.mask, i0,
-                                               n0);
+    constexpr int KEYS = Tiles::COLUMNS;
+    const int rows = s.rows - i0 - row, keys = s.keys - n0;
+    char *mask = tiles + (SCORES == GENERAL ? Tiles::bias_bytes(a) : 0) + row * Tiles::pitch(1);
+    if (SCORES == GENERAL && a.bias.data && a.bias.dtype == HEED_F32)
+        copy_scores<QUERIES, KEYS, THREADS, 4>(thread, tiles + row * Tiles::pitch(4), Tiles::pitch(4), from.bias,
+                                               i0 + row, n0, rows, keys);
+    else if (SCORES == GENERAL && a.bias.data)
+        copy_scores<QUERIES, KEYS, THREADS, 2>(thread, tiles + row * Tiles::pitch(2), Tiles::pitch(2), from.bias,
+                                               i0 + row, n0, rows, keys);
+    if (SCORES != PLAIN && a.mask.data)
+        copy_scores<QUERIES, KEYS, THREADS, 1>(thread, mask, Tiles::pitch(1), from.mask, i0 + row, n0, rows, keys);
 }
 
-/* A warp's scores with queries as rows, as scores.cuh wants to see them. low and high are in shared memory. */
-template <int MT, int NT> struct query_major {
+/* A warp's scores with queries as rows, as scores.cuh wants to see them. low and high are in shared memory. A bias
+ * is of fp32 or of type T. */
+template <int MT, int NT, class T = float> struct query_major {
     static constexpr int R = 2 * MT, C = 2 * NT;
     static constexpr bool EXACT = false;
     float (&X)[MT][NT][4];
@@ -373,24 +438,25 @@ template <int MT, int NT> struct query_major {
 };
 
 /* Where a lane's first element of mask and bias lies, which is in the given row and column of the tile. */
-template <class Extras, class Tile>
+template <int SCORES, class Extras, class Tile>
 __device__ inline void point_at_tiles(Tile &t, const char *tiles, const args &a, int row, int column)
 {
     const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
-    t.bias = tiles + row * Extras::pitch(size) + column * size;
-    t.mask = tiles + Extras::bias_bytes(a) + row * Extras::pitch(1) + column;
+    if (SCORES == GENERAL)
+        t.bias = tiles + row * Extras::pitch(size) + column * size;
+    t.mask = tiles + (SCORES == GENERAL ? Extras::bias_bytes(a) : 0) + row * Extras::pitch(1) + column;
 }
 
-__device__ inline float2 to_floats(uint32_t two, int dtype)
+__device__ inline float2 to_floats(uint32_t two, __half) { return __half22float2(*(const __half2 *)&two); }
+__device__ inline float2 to_floats(uint32_t two, __nv_bfloat16)
 {
-    return dtype == HEED_F16 ? __half22float2(*(const __half2 *)&two)
-                             : __bfloat1622float2(*(const __nv_bfloat162 *)&two);
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
 }
 
-template <int MT, int NT>
-__device__ inline void add_bias(query_major<MT, NT> &t, float factor, const args &a, const span &, const head &)
+template <int MT, int NT, class T>
+__device__ inline void add_bias(query_major<MT, NT, T> &t, float factor, const args &a, const span &, const head &)
 {
-    typedef typename query_major<MT, NT>::extras extras;
+    typedef typename query_major<MT, NT, T>::extras extras;
     if (a.bias.dtype == HEED_F32) {
 #pragma unroll
         for (int r = 0; r < 2 * MT; r++)
@@ -405,19 +471,18 @@ __device__ inline void add_bias(query_major<MT, NT> &t, float factor, const args
         for (int r = 0; r < 2 * MT; r++)
 #pragma unroll
             for (int c = 0; c < 2 * NT; c += 2) {
-                const float2 both = to_floats(*(const uint32_t *)(t.bias + t.down(r) * extras::pitch(2) +
-                                                                  t.apart(c) * 2),
-                                              a.bias.dtype);
+                const uint32_t two = *(const uint32_t *)(t.bias + t.down(r) * extras::pitch(2) + t.apart(c) * 2);
+                const float2 both = to_floats(two, T());
                 t.at(r, c) = fmaf(t.at(r, c), factor, both.x);
                 t.at(r, c + 1) = fmaf(t.at(r, c + 1), factor, both.y);
             }
     }
 }
 
-template <int MT, int NT>
-__device__ inline void apply_mask(query_major<MT, NT> &t, const args &, const span &, const head &)
+template <int MT, int NT, class T>
+__device__ inline void apply_mask(query_major<MT, NT, T> &t, const args &, const span &, const head &)
 {
-    typedef typename query_major<MT, NT>::extras extras;
+    typedef typename query_major<MT, NT, T>::extras extras;
 #pragma unroll
     for (int r = 0; r < 2 * MT; r++)
 #pragma unroll
@@ -464,9 +529,9 @@ template <class Tile> struct kept_bits {
     __device__ bool at(int r, int c) const { return words[(r * C + c) / 32] >> (r * C + c) % 32 & 1; }
 };
 
-template <int MT, int NT>
-__device__ inline void draw_tile(const query_major<MT, NT> &t, kept_bits<query_major<MT, NT>> &kept, const args &a,
-                                 const span &s, const head &x)
+template <int MT, int NT, class T>
+__device__ inline void draw_tile(const query_major<MT, NT, T> &t, kept_bits<query_major<MT, NT, T>> &kept,
+                                 const args &a, const span &s, const head &x)
 {
     const uint64_t seed = seed_of(a);
     const int pair = threadIdx.x % 4 * 2;
