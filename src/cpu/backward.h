@@ -114,7 +114,7 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
                             : at_bytes(&x->j, x->f.dq) + row_index(x, &b->span, b->h, b->i0) * x->f.wide,
                         x->f.wide, &b->ld_dq);
     if (!careful) {
-        for (int64_t t = 0; t < b->tiles; t++)
+        for (int64_t t = 0; t < b->score_tiles; t++)
             score_rows(b, t, NULL);
         add_to_keys(b);
     }

@@ -6,7 +6,20 @@
  * Floats are read, and sums kept, where they lie in the caller's tensors if rows are whole vectors; only K^T and V^T
  * are packed then. */
 
-#define BQ (140 / MR * MR) /* rows in a block, at most; even */
+#define BQ (140 * (HEED_AMX ? 1 : PER_UNIT) / MR * MR) /* rows in a block, at most; even */
+
+/* With HEED_DOT, P and dS of a tile become units at once (gradient.h), and floats are kept for one tile alone. */
+#if HEED_DOT
+#define LDU (BC / 2 + 16) /* units from row to row of dS as the left factor of dQ */
+#define BUFFERED(rows) MR
+#define UNIT_ROWS (HEED_AMX ? MR : 6) /* of S and dP at once; 6, and a panel, stay in registers */
+#define PLAIN_UNITS(j) (!(j)->changes && !(j)->p->drop_below)
+#else
+#define LDU LDS
+#define BUFFERED(rows) (rows)
+#define UNIT_ROWS MR
+#define PLAIN_UNITS(j) 0
+#endif
 
 typedef struct backward_layout {
     int64_t keys, key_block, key_blocks;
@@ -20,7 +33,7 @@ typedef struct backward_layout {
     size_t dq;                   /* [Hq][rows][wide], if there are several blocks of keys */
     size_t scratch, scratch_stride;
     size_t bias; /* bias_room() for each thread, if d_bias is wanted */
-    size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, dqs, p, ds, pz, dsz; /* inside scratch */
+    size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, dqs, p, ds, pz, dsz, dsu; /* inside scratch */
     size_t bytes;
 } backward_layout;
 
@@ -77,11 +90,12 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.ks = take(&s, kb / PER_UNIT * f.wide);
     f.dk = take(&s, kb * f.wide), f.dv = take(&s, kb * f.wide_v);
     f.q = take(&s, f.block * f.ldq), f.d_o = take(&s, f.block * f.ldv);
-    f.p = take(&s, f.block * LDS), f.ds = take(&s, f.block * LDS);
+    f.p = take(&s, BUFFERED(f.block) * LDS), f.ds = take(&s, BUFFERED(f.block) * LDS);
     f.dqs = take(&s, f.block * f.wide);
     f.qs = take(&s, f.block * f.wide), f.dos = take(&s, f.block * f.wide_v);
 #if HEED_DOT
     f.pz = take(&s, (f.block + 1) / 2 * LDS), f.dsz = take(&s, (f.block + 1) / 2 * LDS);
+    f.dsu = take(&s, f.block * LDU);
 #endif
     f.scratch = used, f.scratch_stride = s;
     f.bytes = used + s * (size_t)plan->threads;
@@ -93,10 +107,12 @@ typedef struct backward_block {
     const backward_run *x;
     heed_span span;
     int64_t hk, n0, n1; /* keys */
-    int64_t h, i0, rows, tiles;
+    int64_t h, i0, rows;
+    int64_t score_tiles, tiles; /* tiles of rows: for S and dP, for dQ */
     int finite, keys_finite;
-    int met;    /* dK and dV hold sums already */
-    ahead next; /* a step for each row, or pair of rows */
+    int all_seen; /* every row sees every key */
+    int met;      /* dK and dV hold sums already */
+    ahead next;   /* a step for each row, or pair of rows */
     query row[BQ];
     float lse[BQ], delta[BQ];
     left Q, dO;
@@ -104,7 +120,8 @@ typedef struct backward_block {
     float *dK, *dV, *dQ;           /* sums, from key n0 and row i0 on */
     int64_t ld_dk, ld_dv, ld_dq;
     float *P, *dS;
-    float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *dQs, *Pz, *dSz; /* room for what cannot be used in place */
+    float *Pz, *dSz, *dSu;                                       /* with HEED_DOT, as units */
+    float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *dQs; /* room for what cannot be used in place */
 } backward_block;
 
 /* Row i of head h, and block of rows `block`, among those of all sequences. */
@@ -127,11 +144,10 @@ static void block_of_thread(backward_block *b, const backward_run *x, int thread
 {
     const backward_layout *f = &x->f;
     char *scratch = x->j.workspace + f->scratch + f->scratch_stride * (size_t)thread;
-    size_t at[] = {
-        f->kt, f->vt, f->ks, f->dk, f->dv, f->q, f->d_o, f->qs, f->dos, f->dqs, f->p, f->ds, f->pz, f->dsz
-    };
-    float **to[] = { &b->Kt, &b->Vt,  &b->Ks,  &b->dKs, &b->dVs, &b->Qu, &b->dOu,
-                     &b->Qs, &b->dOs, &b->dQs, &b->P,   &b->dS,  &b->Pz, &b->dSz };
+    size_t at[] = { f->kt,  f->vt,  f->ks, f->dk, f->dv, f->q,   f->d_o, f->qs,
+                    f->dos, f->dqs, f->p,  f->ds, f->pz, f->dsz, f->dsu };
+    float **to[] = { &b->Kt,  &b->Vt,  &b->Ks, &b->dKs, &b->dVs, &b->Qu,  &b->dOu, &b->Qs,
+                     &b->dOs, &b->dQs, &b->P,  &b->dS,  &b->Pz,  &b->dSz, &b->dSu };
     b->x = x, b->next.count = 0;
     for (size_t i = 0; i < sizeof at / sizeof *at; i++)
         *to[i] = (float *)(void *)(scratch + at[i]);
@@ -193,7 +209,8 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
     b->h = h, b->i0 = i0;
     b->rows = HEED_MIN(b->x->f.block, b->span.rows - i0);
     b->tiles = tile_count(b->rows, tile_height(&b->x->j, b->span.keys));
-    b->finite = 1;
+    b->score_tiles = PLAIN_UNITS(&b->x->j) && !HEED_AMX ? tile_count(b->rows, UNIT_ROWS) : b->tiles;
+    b->finite = b->all_seen = 1;
     if (b->x->f.delta_late)
         delta_of_rows(b->delta, p, &b->span, h, i0, b->rows);
     else
@@ -208,62 +225,30 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
             b->lse[r] = INFINITY, b->delta[r] = 0, b->row[r].last = b->row[r].first;
         else if (b->lse[r] - b->lse[r] != 0 || b->delta[r] - b->delta[r] != 0)
             b->finite = 0;
+        b->all_seen = b->all_seen && b->row[r].first <= b->n0 && b->row[r].last >= b->n1;
     }
     b->Q = left_rows(&q, i0, i0 + b->rows, b->Qu, b->x->f.ldq);
     b->dO = left_rows(&d_o, i0, i0 + b->rows, b->dOu, b->x->f.ldv);
-    b->Q_rows = right_rows(&q, i0, i0 + b->rows, b->Qs, b->x->f.wide, b->x->f.q_in_place);
-    b->dO_rows = right_rows(&d_o, i0, i0 + b->rows, b->dOs, b->x->f.wide_v, b->x->f.o_in_place);
+    if (PER_UNIT == 1 && b->Q.data == b->Qu) /* rows of floats are a factor on either side */
+        b->Q_rows = (right){ b->Qu, b->Q.ld, PANEL };
+    else
+        b->Q_rows = right_rows(&q, i0, i0 + b->rows, b->Qs, b->x->f.wide, b->x->f.q_in_place);
+    if (PER_UNIT == 1 && b->dO.data == b->dOu)
+        b->dO_rows = (right){ b->dOu, b->dO.ld, PANEL };
+    else
+        b->dO_rows = right_rows(&d_o, i0, i0 + b->rows, b->dOs, b->x->f.wide_v, b->x->f.o_in_place);
     if (b->x->j.partial && b->finite)
         b->finite = rows_are_finite(&q, i0, i0 + b->rows) && rows_are_finite(&d_o, i0, i0 + b->rows);
-}
-
-/* log2(P). S never exceeds the true lse, but it may exceed the rounded one, by much where both are huge. NaN stays. */
-INLINE vec log2_weight(vec s, vec scale, vec minus_lse)
-{
-    return vec_mul(vec_min(vec_zero(), vec_fma(s, scale, minus_lse)), vec_set1(LOG2E));
-}
-
-/* Row r: from products S and dP to P and scale dS, columns [from, to). In `bias`, where wanted: dS before scale and
- * softcap. */
-static void gradient_row(backward_block *b, int64_t r, int64_t from, int64_t to, int whole, float *bias)
-{
-    const job *j = &b->x->j;
-    float *s = b->P + r * LDS, *ds = b->dS + r * LDS, slope[BC + W];
-    int capped = j->p->a.softcap > 0;
-    if (j->changes || !whole)
-        adjust_row(j, &b->span, b->row[r], s, capped ? slope : NULL, b->n0, from, to);
-    char hidden[BC];
-    for (int64_t c = from; bias && c < to; c++)
-        hidden[c] = s[c] == -INFINITY;
-    vec scale = vec_set1(j->changes ? 1 : j->s_scale);
-    vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]), ds_scale = vec_set1(bias ? 1 : j->p->a.scale);
-    if (j->p->drop_below) {
-        float keep[BC];
-        keep_row(j, &b->span, b->row[r], keep, b->n0, from, to);
-        for (int64_t c = from; c < to; c += W) {
-            vec p = vec_exp2(log2_weight(vec_load(s + c), scale, lse)), k = vec_load(keep + c);
-            vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_mul(vec_load(ds + c), k), delta)));
-            vec_store(s + c, vec_mul(p, k));
-        }
-    } else
-        for (int64_t c = from; c < to; c += W) {
-            vec p = vec_exp2(log2_weight(vec_load(s + c), scale, lse));
-            vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_load(ds + c), delta)));
-            vec_store(s + c, p);
-        }
-    for (int64_t c = from; bias && c < to; c++)
-        bias[c] = hidden[c] ? 0 : ds[c]; /* where P = 0, dS may be 0 * NaN */
-    if (capped) {
-        int64_t first = HEED_MAX(b->row[r].first - b->n0, from), last = HEED_MIN(b->row[r].last - b->n0, to);
-        for (int64_t c = first; c < last; c++)
-            ds[c] *= slope[c];
-    }
 }
 
 /* The columns of the block of keys that rows [r0, r0 + rows) see between them; 0 when there are none. */
 static int columns_seen(const backward_block *b, int64_t r0, int64_t rows, int64_t *first, int64_t *last, int *whole)
 {
     int64_t n0 = b->n0, n1 = b->n1, all_first = n0, all_last = n1;
+    if (b->all_seen) {
+        *first = 0, *last = n1 - n0, *whole = (n1 - n0) % W == 0;
+        return 1;
+    }
     *first = n1, *last = n0;
     for (int64_t r = r0; r < r0 + rows; r++) {
         query q = b->row[r];
@@ -274,114 +259,6 @@ static int columns_seen(const backward_block *b, int64_t r0, int64_t rows, int64
     *first = HEED_MAX(*first, n0) - n0, *last = HEED_MIN(*last, n1) - n0;
     *whole = all_first <= n0 + *first / PANEL * PANEL && all_last >= n0 + round_up(*last, W);
     return *first < *last;
-}
-
-static void clear_outside(float *row, int64_t from, int64_t to, int64_t columns)
-{
-    memset(row, 0, (size_t)from * sizeof *row);
-    if (to < columns)
-        memset(row + to, 0, (size_t)(columns - to) * sizeof *row);
-}
-
-#if HEED_DOT
-/* P and dS of rows r and r + 1 (where `rows` is 2), columns c .. c + 2 W, as the units that the products need: rows
- * paired for the transposed factors, columns paired for dQ. */
-INLINE void store_units(backward_block *b, int64_t r, const int rows, int64_t c, vec P[2][2], vec dS[2][2])
-{
-    vec p[2] = { vec_zero(), vec_zero() }, d[2] = { vec_zero(), vec_zero() };
-    each(i, rows) {
-        p[i] = vec_to_pairs(P[i][0], P[i][1]), d[i] = vec_to_pairs(dS[i][0], dS[i][1]);
-        vec_store(b->dS + (r + i) * LDS + c / 2, d[i]);
-    }
-    each(h, 2) {
-        vec_store(b->Pz + r / 2 * LDS + c + h * W, vec_zip(p[0], p[1], h));
-        vec_store(b->dSz + r / 2 * LDS + c + h * W, vec_zip(d[0], d[1], h));
-    }
-}
-
-INLINE void rows_to_units(backward_block *b, int64_t r, const int rows, int64_t columns)
-{
-    for (int64_t c = 0; c < columns; c += 2 * W) {
-        vec P[2][2], dS[2][2];
-        each(i, rows)
-            each(h, 2) {
-                int64_t at = (r + i) * LDS + c + h * W;
-                P[i][h] = c + h * W < columns ? vec_load(b->P + at) : vec_zero();
-                dS[i][h] = c + h * W < columns ? vec_load(b->dS + at) : vec_zero();
-            }
-        store_units(b, r, rows, c, P, dS);
-    }
-}
-
-/* gradient_row() for plain attention, straight to units; constants are multiplied in advance, which bf16 does not feel. */
-INLINE void gradient_units(backward_block *b, int64_t r, const int rows, int64_t from, int64_t to)
-{
-    float ds_scale = b->x->j.p->a.scale;
-    vec to_log2 = vec_set1(b->x->j.s_scale * LOG2E), to_ds = vec_set1(ds_scale), lse[2], delta[2];
-    each(i, rows) {
-        float l = b->lse[r + i] * LOG2E;
-        lse[i] = vec_set1(l > FLT_MAX ? -FLT_MAX : -l); /* a larger S then has P = 1 */
-        delta[i] = vec_set1(-b->delta[r + i] * ds_scale);
-    }
-    for (int64_t c = from; c < to; c += 2 * W) {
-        vec P[2][2], dS[2][2];
-        each(i, rows)
-            each(h, 2) {
-                int64_t at = (r + i) * LDS + c + h * W;
-                P[i][h] = vec_exp2(vec_min(vec_zero(), vec_fma(vec_load(b->P + at), to_log2, lse[i])));
-                dS[i][h] = vec_mul(P[i][h], vec_fma(vec_load(b->dS + at), to_ds, delta[i]));
-            }
-        store_units(b, r, rows, c, P, dS);
-    }
-}
-
-static void clear_units(backward_block *b, int64_t r, int64_t rows, int64_t from, int64_t to, int64_t columns)
-{
-    clear_outside(b->Pz + r / 2 * LDS, from, to, columns);
-    clear_outside(b->dSz + r / 2 * LDS, from, to, columns);
-    for (int64_t i = r; i < r + rows; i++)
-        clear_outside(b->dS + i * LDS, from / 2, (to + 1) / 2, (columns + 1) / 2);
-}
-#endif
-
-/* P and dS of the block, zero where a row sees nothing; with HEED_DOT as units. */
-static void score_rows(backward_block *b, int64_t t, float *bias)
-{
-    const job *j = &b->x->j;
-    const heed_problem *p = j->p;
-    int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
-    int64_t first, last, from = 0, to = 0, columns = round_up(b->n1 - b->n0, W);
-    int whole;
-    if (columns_seen(b, r0, rows, &first, &last, &whole)) {
-        from = first / PANEL * PANEL, to = round_up(last, W);
-        int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL, vecs = (to - from) / W;
-        multiply_scores(b->P + r0 * LDS + from, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
-                        (right){ b->Kt + from / PANEL * ku, PANEL, ku }, rows, vecs, (p->D + PER_UNIT - 1) / PER_UNIT);
-        multiply_scores(b->dS + r0 * LDS + from, (left){ b->dO.data + r0 * b->dO.ld, b->dO.ld, 0 },
-                        (right){ b->Vt + from / PANEL * vu, PANEL, vu }, rows, vecs, (p->Dv + PER_UNIT - 1) / PER_UNIT);
-    }
-    int plain = from < to && whole && !j->changes && !p->drop_below && !bias;
-    for (int64_t r = r0; r < r0 + rows; r += PER_UNIT) {
-        int64_t n = HEED_MIN(PER_UNIT, r0 + rows - r);
-        ask(&b->next);
-#if HEED_DOT
-        if (plain) {
-            n == 2 ? gradient_units(b, r, 2, from, to) : gradient_units(b, r, 1, from, to);
-            clear_units(b, r, n, from, to, columns);
-            continue;
-        }
-#endif
-        for (int64_t i = r; i < r + n; i++) {
-            if (from < to)
-                gradient_row(b, i, from, to, whole, bias ? bias + i * LDS : NULL);
-            clear_outside(b->P + i * LDS, from, to, columns);
-            clear_outside(b->dS + i * LDS, from, to, columns);
-        }
-#if HEED_DOT
-        n == 2 ? rows_to_units(b, r, 2, columns) : rows_to_units(b, r, 1, columns);
-#endif
-    }
-    (void)plain;
 }
 
 /* Nothing yet for keys [c, c + n) of the block. */
@@ -400,9 +277,12 @@ static void add_to_keys(backward_block *b)
     const float *P = HEED_DOT ? b->Pz : b->P, *dS = HEED_DOT ? b->dSz : b->dS;
     int64_t keys = b->n1 - b->n0, count = tile_count(keys, tile_height(&b->x->j, b->span.keys));
     right Q = b->Q_rows, dO = b->dO_rows;
+    int64_t begin = 0; /* rows before it see no key from here on */
     for (int64_t t = 0; t < count; t++) {
-        int64_t c = tile_begin(keys, count, t), R = tile_begin(keys, count, t + 1) - c, first = 0, last = b->rows;
-        while (first < last && (b->row[first].last <= b->n0 + c || b->row[first].first >= b->n0 + c + R))
+        int64_t c = tile_begin(keys, count, t), R = tile_begin(keys, count, t + 1) - c, first, last = b->rows;
+        while (begin < last && b->row[begin].last <= b->n0 + c)
+            begin++;
+        for (first = begin; first < last && b->row[first].first >= b->n0 + c + R;)
             first++;
         while (last > first && (b->row[last - 1].last <= b->n0 + c || b->row[last - 1].first >= b->n0 + c + R))
             last--;
@@ -428,7 +308,7 @@ static void add_to_rows(backward_block *b, int add)
         int whole;
         if (columns_seen(b, r0, rows, &first, &last, &whole)) {
             int64_t k = first / (PER_UNIT * STEP) * STEP;
-            multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ b->dS + r0 * LDS + k, LDS, 0 },
+            multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ (HEED_DOT ? b->dSu : b->dS) + r0 * LDU + k, LDU, 0 },
                      (right){ b->K_rows.data + k * b->K_rows.ld, b->K_rows.ld, PANEL }, rows, f->wide / W,
                      (last + PER_UNIT - 1) / PER_UNIT - k, add ? keep_all : NULL);
         } else if (!add)

@@ -60,7 +60,7 @@ static void bias_owned(void *context, int64_t index, int thread)
                             kb > bounds.last)
                             continue;
                         load_rows(&b, hq, i * x->f.block);
-                        for (int64_t tile = 0; tile < b.tiles; tile++)
+                        for (int64_t tile = 0; tile < b.score_tiles; tile++)
                             score_rows(&b, tile, dS);
                         add_to_bias(&b, sums, dS, one_row, one_column);
                     }

@@ -16,7 +16,7 @@
 #define HEED_DOT 0
 #endif
 #if defined(__AMX_BF16__) || defined(__AMXBF16__) /* gcc; clang before 17 */
-#define HEED_AMX 1 /* the same pairs, in registers of 16 x 16 */
+#define HEED_AMX 1                                /* the same pairs, in registers of 16 x 16 */
 #else
 #define HEED_AMX 0
 #endif
@@ -40,5 +40,6 @@
 #include "forward_block.h"
 #include "forward.h"
 #include "backward_block.h"
+#include "gradient.h"
 #include "bias_gradient.h"
 #include "backward.h"

@@ -63,7 +63,13 @@ INLINE vec zeros_of_rows(heed_dtype type, const source *x, int64_t first, int64_
         const char *row[4];
         each(r, 4)
             row[r] = source_row(x, HEED_MIN(n + r, last - 1));
-        for (int64_t c = 0; c < x->dim; c += W)
+        int64_t c = 0;
+#if HEED_DOT
+        for (; type == HEED_BF16 && c + 2 * W <= x->dim; c += 2 * W)
+            each(r, 4)
+                sum[r] = vec_dot(vec_load((const float *)(const void *)row[r] + c / 2), vec_zero(), sum[r]);
+#endif
+        for (; c < x->dim; c += W)
             each(r, 4)
                 sum[r] = vec_fma(vec_load_as(type, row[r], c), vec_zero(), sum[r]);
     }
@@ -171,7 +177,7 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
 static void pack_stacked(float *to, const source *x, int64_t first, int64_t last, int64_t width)
 {
 #if HEED_DOT
-    uint16_t pair[2][HEED_MAX_HEAD_DIM + 2 * W] = { { 0 } };
+    uint16_t pair[2][HEED_MAX_HEAD_DIM + 2 * W];
     int direct = x->t->stride[3] == 1 && x->dim % W == 0 && x->t->dtype == HEED_BF16;
     for (int64_t n = first; n < last; n += 2, to += width) {
         const uint16_t *a = pair[0], *b = pair[1];
@@ -179,12 +185,17 @@ static void pack_stacked(float *to, const source *x, int64_t first, int64_t last
             a = (const uint16_t *)(const void *)source_row(x, n),
             b = (const uint16_t *)(const void *)source_row(x, n + 1);
         else {
+            memset(pair, 0, sizeof pair);
             unit_row((float *)pair[0], x, n);
-            memset(pair[1], 0, sizeof pair[1]);
             if (n + 1 < last)
                 unit_row((float *)pair[1], x, n + 1);
         }
-        for (int64_t c = 0; c < width; c += W)
+        int64_t c = 0;
+        for (; c + 2 * W <= width; c += 2 * W) {
+            vec x = vec_load((const float *)(const void *)(a + c)), y = vec_load((const float *)(const void *)(b + c));
+            vec_store(to + c, vec_zip(x, y, 0)), vec_store(to + c + W, vec_zip(x, y, 1));
+        }
+        if (c < width)
             vec_store(to + c, vec_load_pairs(a + c, b + c));
     }
 #else

@@ -60,11 +60,12 @@ static void load_bias(float *out, const heed_tensor *t, const heed_span *s, quer
         load_row(out, t->dtype, row, step, count, count);
 }
 
+static const float lane_numbers[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+
 /* -inf to columns [from, to) that lie outside [first, last). The former begin and end with whole vectors. */
 static inline void hide_columns(float *s, int64_t first, int64_t last, int64_t from, int64_t to)
 {
-    static const float number[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
-    vec hidden = vec_set1(-INFINITY), index = vec_load(number);
+    vec hidden = vec_set1(-INFINITY), index = vec_load(lane_numbers);
     for (int64_t c = from; c < first; c += W)
         vec_store(s + c, vec_less(index, vec_set1((float)(first - c)), hidden, vec_load(s + c)));
     for (int64_t c = HEED_MAX(last / W * W, from); c < to; c += W)
