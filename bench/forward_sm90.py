@@ -1,0 +1,185 @@
+"""The Hopper forward beside PyTorch's backends on one GPU, in one process.
+
+    python3 bench/forward_sm90.py [--lib build/libheed.so] [--head-dim 64,128] [--rows 512,16384] [--others [WORDS]]
+
+The table: bf16, B x S = 16k tokens, H x D = 2048, TFLOP/s counting 4 B H S^2 D FLOP, half of it causal, and in brackets the
+ratio to cuDNN. --others: problems of other kinds, in microseconds, beside the best backend that PyTorch has for the same
+one; with WORDS only those whose names have these. Times are medians of replayed graphs, --ms milliseconds each, that take
+turns: the clock falls as the card warms.
+"""
+import argparse
+import ctypes as C
+import statistics
+
+import torch
+from cuda_bench import Attention, Exec, view
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def heed_call(lib, q, k, v, o, keep=(), **options):
+    a = Attention(q=view(q), k=view(k), v=view(v), o=view(o), **options)
+    x, size = Exec(backend=1), C.c_size_t()
+    assert not lib.heed_workspace_size(C.byref(a), None, C.byref(x), C.byref(size)), lib.heed_last_error()
+    space = torch.empty(size.value + 16, dtype=torch.uint8, device="cuda")
+    x.workspace, x.workspace_bytes = (space.data_ptr() + 15) // 16 * 16, size.value
+
+    def call():
+        x.stream = torch.cuda.current_stream().cuda_stream
+        assert not lib.heed_forward(C.byref(a), C.byref(x)), lib.heed_last_error()
+        return o, keep, space
+
+    return call
+
+
+def with_backend(name, call):
+    def run():
+        with sdpa_kernel(BACKENDS[name]):
+            return call()
+
+    return run
+
+
+def graph_of(call):
+    """The call as a graph, or None where the backend does not take the problem."""
+    stream = torch.cuda.Stream()
+    try:
+        with torch.cuda.stream(stream), torch.no_grad():
+            call()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+    except (RuntimeError, TypeError, AttributeError, ImportError) as error:
+        print("  not there:", str(error).split("\n")[0][:90])
+        torch.cuda.synchronize()
+        return None
+    return graph
+
+
+def clock(graph, ms):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(), graph.replay(), end.record()
+    torch.cuda.synchronize()
+    repeats = max(2, int(ms / max(begin.elapsed_time(end), 1e-3)))
+    for _ in range(repeats // 4):
+        graph.replay()
+    begin.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def in_turns(calls, ms, rounds):
+    graphs = {name: graph for name, graph in ((n, graph_of(c)) for n, c in calls.items()) if graph}
+    times = {name: [] for name in graphs}
+    for turn in range(rounds):
+        for name in list(graphs)[turn % len(graphs):] + list(graphs)[:turn % len(graphs)]:
+            times[name].append(clock(graphs[name], ms))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def tensors(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def table(lib, sizes, lengths, ms, rounds):
+    print(f"{'':14s}" + "".join(f"{n:>12d}" for n in lengths))
+    for size in sizes:
+        for causal in (0, 1):
+            text = f"d{size} {'causal' if causal else 'full':9s}"
+            for length in lengths:
+                b, h = max(1, 16384 // length), 2048 // size
+                q, k, v = (tensors(b, h, length, size) for _ in range(3))
+                calls = {"heed": heed_call(lib, q, k, v, torch.empty_like(q), causal=causal),
+                         "cudnn": with_backend("cudnn", lambda: sdpa(q, k, v, is_causal=bool(causal)))}
+                t = in_turns(calls, ms, rounds)
+                text += f"{4e-9 * b * h * length**2 * size / (1 + causal) / t['heed']:6.0f} ({t['cudnn'] / t['heed']:.2f})"
+            print(text, flush=True)
+
+
+def ragged(lib, length, causal):
+    """Packed sequences of 1 to so many tokens."""
+    lengths = torch.randint(1, length + 1, (16384 // length * 2,), generator=torch.Generator().manual_seed(1))
+    offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().cuda()
+    total, h, d = int(offsets[-1]), 16, 128
+    q, k, v = (tensors(total, h, d) for _ in range(3))
+    o = torch.empty_like(q)
+    at = dict(offsets_q=offsets.data_ptr(), offsets_k=offsets.data_ptr(), sequences=len(lengths), max_rows=length,
+              max_keys=length, causal=int(causal))
+    packed = [t.transpose(0, 1)[None] for t in (q, k, v, o)]
+
+    def variable():
+        from torch.nn.attention.varlen import varlen_attn
+        window = dict(window_size=(-1, 0)) if causal else {}
+        return varlen_attn(q, k, v, offsets, offsets, length, length, **window)
+
+    nested = [torch.nested.nested_tensor_from_jagged(t, offsets, max_seqlen=length).transpose(1, 2) for t in (q, k, v)]
+    return {"heed": heed_call(lib, *packed, keep=offsets, **at), "varlen": variable,
+            "nested": lambda: sdpa(*nested, is_causal=causal)}
+
+
+def others(lib, words, ms, rounds):
+    def beside(name, q, k, v, mine, theirs):
+        calls = {"heed": heed_call(lib, q, k, v, q.new_empty(*q.shape[:-1], v.shape[-1]), **mine)}
+        report(name, calls | theirs)
+
+    def report(name, calls):
+        if words not in name:
+            return
+        t = in_turns(calls, ms, rounds)
+        rivals = {n: x for n, x in t.items() if n != "heed"}
+        best = min(rivals, key=rivals.get) if rivals else None
+        print(f"{name:44s}{t['heed'] * 1e3:9.1f} us" +
+              (f"   {best} {rivals[best] * 1e3:9.1f} us   {rivals[best] / t['heed']:.2f}" if best else ""), flush=True)
+
+    def plain(q, k, v, **options):
+        return {n: with_backend(n, lambda: sdpa(q, k, v, **options)) for n in BACKENDS}
+
+    for size, length in ((64, 2048), (128, 512), (128, 2048), (256, 512), (256, 2048)):
+        q, k, v = (tensors(16384 // length, 2048 // size, length, size, dtype=torch.float16) for _ in range(3))
+        beside(f"fp16 d{size} S {length}", q, k, v, {}, plain(q, k, v))
+    for causal in (False, True):
+        q, k, v = tensors(4, 16, 4096, 128), tensors(4, 2, 4096, 128), tensors(4, 2, 4096, 128)
+        beside(f"16 heads over 2, d128 S 4096 causal {causal:d}", q, k, v, dict(causal=int(causal)),
+               plain(q, k, v, is_causal=causal, enable_gqa=True))
+        report(f"ragged, 1 to 2048 tokens, d128 causal {causal:d}", ragged(lib, 2048, causal))
+    for size in (64, 128):
+        q, k, v = (tensors(4, 2048 // size, 4096, size) for _ in range(3))
+        rows = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+        flash = lambda: torch.ops.aten._flash_attention_forward(*rows, None, None, 4096, 4096, 0.0, True, False,
+                                                                window_size_left=1023, window_size_right=0)
+        beside(f"window of 1024, causal, d{size} S 4096", q, k, v,
+               dict(causal=1, windowed=1, window_left=1023, window_right=-1), {"flash": flash})
+        fourth = k[:, :, ::4], v[:, :, ::4]
+        beside(f"every 4th key, d{size} S 4096", q, k, v, dict(key_stride=4), plain(q, *fourth))
+        beside(f"softcap, d{size} S 4096, over none", q, k, v, dict(softcap=30.0), {"none": heed_call(
+            lib, q, k, v, torch.empty_like(q))})
+    for rows, keys in ((1, 32768), (64, 32768), (512, 32768)):
+        q, k, v = tensors(1, 16, rows, 128), tensors(1, 16, keys, 128), tensors(1, 16, keys, 128)
+        beside(f"{rows} rows, {keys} keys, 16 heads, d128", q, k, v, {}, plain(q, k, v))
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--lib", default="build/libheed.so")
+    p.add_argument("--head-dim", default="64,96,128,192,256")
+    p.add_argument("--rows", default="512,1024,2048,4096,8192,16384")
+    p.add_argument("--ms", type=float, default=20, help="milliseconds for each time")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--others", nargs="?", const="", metavar="WORDS", help="problems of other kinds in place of the table")
+    args = p.parse_args()
+    lib = C.CDLL(args.lib)
+    lib.heed_last_error.restype = C.c_char_p
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "cuDNN", torch.backends.cudnn.version())
+    if args.others is not None:
+        others(lib, args.others, args.ms, args.rounds)
+    else:
+        table(lib, *([int(n) for n in x.split(",")] for x in (args.head_dim, args.rows)), args.ms, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
