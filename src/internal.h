@@ -157,7 +157,10 @@ enum {
     HEED_USES_PLAIN = 1 << 17,     /* HEED_PLAIN, in fp32 */
     HEED_USES_ORDER = 1 << 18,     /* backward: sums in a fixed order */
     HEED_USES_ALL = (1 << 19) - 1,
+
+    HEED_FOR_LONG = 1 << 29, /* of a kernel: fewer than HEED_LONG rows and keys get it only by name */
 };
+#define HEED_LONG 512
 
 #define HEED_ANY_ARCH INT32_MAX
 

@@ -186,6 +186,17 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
     return 0;
 }
 
+/* Whether a kernel that can take the problem is better left for longer ones. Looks at nothing that a call with another
+ * batch or other heads would change. */
+static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, size_t size)
+{
+    const int64_t keys = (p->Sk + p->a.key_stride - 1) / p->a.key_stride, most = HEED_MAX(p->Sq, keys);
+    if (!(k->uses & HEED_FOR_LONG) || most >= HEED_LONG)
+        return 0;
+    snprintf(why, size, "is for %d rows or keys and more, these are at most %" PRId64, HEED_LONG, most);
+    return 1;
+}
+
 static const heed_kernel *named(const char *name)
 {
     for (int i = 0; i < heed_kernel_total; i++)
@@ -268,7 +279,7 @@ heed_status heed_choose(const heed_problem *p, const heed_device *d, const char 
         const heed_kernel *k = &heed_kernels[i];
         if (!is_candidate(k, p, d))
             continue;
-        if (fits(k, p, d, reason, sizeof reason))
+        if (fits(k, p, d, reason, sizeof reason) && !is_too_short(k, p, reason, sizeof reason))
             return take(k, p, d, plan, why);
         say(why, "%s: passed over: %s\n", k->name, reason);
         candidates++;

@@ -164,7 +164,8 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
         if (k->backend != HEED_CUDA || k->pass != p->pass || k->dtype != p->a.q.dtype)
             continue;
         if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
-            HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses))
+            HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses) &&
+            (!(k->uses & HEED_FOR_LONG) || HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONG))
             return k;
         ++*before;
     }
@@ -260,6 +261,29 @@ TEST(every_generation_gets_its_family)
                     if (!strstr(text, name))
                         fail_msg("%s: \"%s\" instead of %s", expected[n].gpu, text, name);
                 }
+}
+
+/* What the wgmma kernels for fp32 do before they start takes longer than a short problem. */
+TEST(long_fp32_problems_get_their_own_kernels_on_hopper)
+{
+    static const char *const names[] = { "forward_cuda_sm90split_f32", "backward_cuda_sm90split_f32" };
+    char best[64];
+    if (!has_cuda_rows() || strcmp(best_of("sm90split portable", "forward", "f32", best), names[0]))
+        skip(); /* built without them */
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t S = 511; S <= 512; S++) {
+            sample s = sample_new((heed_pass)pass, HEED_F32, 64, 64);
+            heed_tensor *const rows[] = { &s.a.q, &s.a.o, &s.a.lse, &s.g.d_o, &s.g.d_q,
+                                          &s.a.k, &s.a.v, &s.g.d_k, &s.g.d_v };
+            char text[4096], line[96];
+            for (int n = 0; n < COUNT(rows); n++)
+                rows[n]->shape[2] = n < 5 ? 100 : S;
+            snprintf(line, sizeof line, "%s: %s", names[pass],
+                     S == 512 ? "taken" : "passed over: is for 512 rows or keys and more, these are at most 511");
+            assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, "h200", text, sizeof text), HEED_OK);
+            if (!strstr(text, line))
+                fail_msg("\"%s\" instead of %s", text, line);
+        }
 }
 
 /* heed.h: HEED_PLAIN, "by fp32 instructions alone". */
@@ -367,6 +391,7 @@ int main(void)
         cmocka_unit_test(every_feature_is_seen_in_the_problem),
         cmocka_unit_test(every_gpu_gets_the_first_kernel_that_fits_whatever_the_problem),
         cmocka_unit_test(every_generation_gets_its_family),
+        cmocka_unit_test(long_fp32_problems_get_their_own_kernels_on_hopper),
         cmocka_unit_test(plain_fp32_gets_no_tensor_cores),
         cmocka_unit_test(a_chip_without_what_a_kernel_needs_is_told_why),
         cmocka_unit_test(a_kernel_that_lacks_a_feature_says_which),

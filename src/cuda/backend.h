@@ -43,6 +43,12 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_split 80, 90, HEED_SHARED_SMALL, 128, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
 #define HEED_NEEDS_forward_split HEED_NEEDS_split
 #define HEED_NEEDS_backward_split HEED_NEEDS_split
+#define HEED_NEEDS_sm90split                                                                                           \
+    90, 90, 227 * 1024, 128,                                                                                           \
+        HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SINK | HEED_USES_LENGTHS | HEED_USES_UNEQUAL |                   \
+            HEED_USES_UNALIGNED | HEED_USES_REVERSED | HEED_USES_ORDER | HEED_FOR_LONG
+#define HEED_NEEDS_forward_sm90split HEED_NEEDS_sm90split
+#define HEED_NEEDS_backward_sm90split HEED_NEEDS_sm90split
 
 #define HEED_DECLARE_CUDA(way, family)                                                                                 \
     size_t heed_##way##_workspace_##family(const heed_problem *, const heed_plan *);                                   \
@@ -55,7 +61,9 @@ HEED_DECLARE_CUDA(forward, turing)
 HEED_DECLARE_CUDA(backward, turing)
 HEED_DECLARE_CUDA(forward, sm90)
 HEED_DECLARE_CUDA(forward, split)
+HEED_DECLARE_CUDA(forward, sm90split)
 HEED_DECLARE_CUDA(backward, split)
+HEED_DECLARE_CUDA(backward, sm90split)
 HEED_DECLARE_CUDA(backward, sm90)
 HEED_DECLARE_CUDA(backward, sm90fused)
 

@@ -137,13 +137,6 @@ __global__ void __launch_bounds__(128)
 
 /* ---- Pieces of work ---------------------------------------------------------------------------------------------- */
 
-struct piece_table {
-    int *lengths;
-    piece *pieces;
-    int2 *ranges;
-    int rows, tiles; /* of a piece, of the longest sequence */
-};
-
 struct tables {
     term_rows terms;
     piece_table of[2]; /* keys, queries */
@@ -182,7 +175,7 @@ __device__ inline void describe(const args &a, const span &q, bool keys, int row
     }
     if (lane)
         return;
-    w.exists = 1;
+    w.exists = 1, w.head = 0;
     w.start = start, w.tiles = start < stop ? (stop - start + COLUMNS - 1) / COLUMNS : 0;
     w.batch = keys ? q.k_batch : q.q_batch, w.memory_row = (keys ? q.k_row : q.q_row) + row;
     w.other_batch = keys ? q.q_batch : q.k_batch, w.other_row = keys ? q.q_row : q.k_row;
@@ -190,12 +183,14 @@ __device__ inline void describe(const args &a, const span &q, bool keys, int row
 }
 
 /* One warp for each tile of each sequence, of keys and then of queries. */
-__global__ void __launch_bounds__(128) find_pieces(const __grid_constant__ args a, const __grid_constant__ tables all)
+__global__ void __launch_bounds__(128)
+    find_pieces(const __grid_constant__ args a, const __grid_constant__ piece_table of_keys,
+                const __grid_constant__ piece_table of_queries)
 {
     const int number = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    const bool keys = number < a.B * all.of[0].tiles;
-    const piece_table &t = all.of[keys ? 0 : 1];
-    const int which = keys ? number : number - a.B * all.of[0].tiles;
+    const bool keys = number < a.B * of_keys.tiles;
+    const piece_table &t = keys ? of_keys : of_queries;
+    const int which = keys ? number : number - a.B * of_keys.tiles;
     if (which >= a.B * t.tiles)
         return;
     const int b = which / t.tiles, tile = which - b * t.tiles, row = tile * t.rows;
@@ -206,7 +201,7 @@ __global__ void __launch_bounds__(128) find_pieces(const __grid_constant__ args 
     if (rows <= 0)
         return;
     const int at = piece_at(a, keys, t.rows, b, tile);
-    describe(a, q, keys, row, rows, keys && all.terms.sums ? COLUMNS : 1, t.pieces[at]);
+    describe(a, q, keys, row, rows, t.grid, t.pieces[at]);
     if (lane == 0)
         t.pieces[at].rows = rows, t.pieces[at].sums = piece_at(a, false, COLUMNS, b, 0);
     for (int r = lane; r < t.rows; r += 32)
@@ -217,25 +212,21 @@ __global__ void __launch_bounds__(128) find_pieces(const __grid_constant__ args 
 
 static int64_t pitch_of(const heed_problem *p) { return (p->a.q.shape[2] + 3) / 4 * 4; }
 
-/* The workspace, part by part. */
-struct workspace {
-    char *next;
-    size_t bytes;
-    void *take(size_t size)
-    {
-        char *part = next + bytes;
-        bytes += (size + 15) / 16 * 16;
-        return part;
-    }
-};
-
-static void take_table(workspace *space, piece_table *t, const heed_problem *p, const heed_tensor *rows_of, int rows)
+void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *p, const heed_tensor *rows_of, int rows,
+                          int grid)
 {
     const size_t pieces = (size_t)(rows_of->shape[0] * rows_of->shape[2] / rows + p->B + 1);
-    t->rows = rows;
+    t->rows = rows, t->grid = grid;
     t->lengths = (int *)space->take((size_t)p->B * sizeof(int));
     t->pieces = (piece *)space->take(pieces * sizeof(piece));
     t->ranges = (int2 *)space->take(pieces * rows * sizeof(int2));
+}
+
+heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table &queries, const heed_exec *x)
+{
+    const int64_t count = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
+    keys.tiles = (int)tiles_of(count, keys.rows), queries.tiles = (int)tiles_of(a.Sq, queries.rows);
+    return launch(find_pieces, tiles_of((int64_t)a.B * (keys.tiles + queries.tiles), 4), 128, 0, x, a, keys, queries);
 }
 
 static int64_t sums_tiles(const heed_problem *p) { return p->a.q.shape[0] * p->a.q.shape[2] / COLUMNS + p->B + 1; }
@@ -262,8 +253,8 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, void *me
     if (sums)
         t->terms.sums = (float4 *)space.take((size_t)t->terms.sums_count * sizeof(float4));
     t->terms.counters = (int *)space.take(2 * sizeof(int));
-    take_table(&space, &t->of[0], p, &p->a.k, sums ? form.all.rows : form.dkv.rows);
-    take_table(&space, &t->of[1], p, &p->a.q, form.dq.rows);
+    heed_sm90_take_table(&space, &t->of[0], p, &p->a.k, sums ? form.all.rows : form.dkv.rows, sums ? COLUMNS : 1);
+    heed_sm90_take_table(&space, &t->of[1], p, &p->a.q, form.dq.rows, 1);
     return space.bytes;
 }
 
@@ -295,7 +286,7 @@ static heed_status map_keys(tensor_map m[2], const heed_problem *p, const args &
 
 /* Heads that are worked on at the same time. With a band their tiles differ in length, and longest first needs many to
  * choose from; but what they read should stay in the L2 cache. */
-static int heads_together(const args &a, int heads, int64_t bytes_of_head)
+int heed_sm90_heads_together(const args &a, int heads, int64_t bytes_of_head)
 {
     if (a.left >= FAR && a.right >= FAR)
         return 1;
@@ -314,7 +305,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
         job->counter = t.terms.counters;
         job->tiles = keys.tiles, job->count = job->tiles * heads;
-        job->together = heads_together(a, heads, (int64_t)a.Sq * a.G * (a.D + a.Dv) * 2);
+        job->together = heed_sm90_heads_together(a, heads, (int64_t)a.Sq * a.G * (a.D + a.Dv) * 2);
         if (!(status = map_keys(job->own, p, a, keys.rows)) && !(status = map_queries(job->other, p, a, COLUMNS)))
             status = (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
     }
@@ -323,7 +314,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->pieces = queries.pieces, job->ranges = queries.ranges, job->lengths = queries.lengths;
         job->counter = t.terms.counters + 1;
         job->tiles = queries.tiles, job->count = job->tiles * heads;
-        job->together = heads_together(a, heads, (int64_t)a.Sk / a.col_step * (a.D + a.Dv) * 2);
+        job->together = heed_sm90_heads_together(a, heads, (int64_t)a.Sk / a.col_step * (a.D + a.Dv) * 2);
         if (!(status = map_queries(job->own, p, a, queries.rows)) && !(status = map_keys(job->other, p, a, COLUMNS)))
             status = form.dq.launch(*job, HEED_MIN(units, job->count), x);
     }
@@ -340,14 +331,12 @@ static score_rule rule_of(const args &a)
 /* The small kernels before the large ones: terms and pieces. a->delta becomes that of the terms. */
 static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed_exec *x)
 {
-    const int64_t keys = a->Sk > a->col ? (a->Sk - 1 - a->col) / a->col_step + 1 : 0;
-    t->of[0].tiles = (int)tiles_of(keys, t->of[0].rows), t->of[1].tiles = (int)tiles_of(a->Sq, t->of[1].rows);
     t->terms.rows = a->q_rows, t->terms.pitch = (int)pitch_of(p);
     t->terms.count = p->a.q.shape[0] * a->Hq * a->q_rows;
     heed_status status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, x)
                                                 : launch_terms<__nv_bfloat16>(*a, t->terms, x);
     if (!status)
-        status = launch(find_pieces, tiles_of((int64_t)a->B * (t->of[0].tiles + t->of[1].tiles), 4), 128, 0, x, *a, *t);
+        status = heed_sm90_find_pieces(*a, t->of[0], t->of[1], x);
     view &delta = a->delta;
     delta.data = (char *)t->terms.delta, delta.dtype = HEED_F32;
     delta.stride[0] = (int64_t)a->Hq * t->terms.pitch, delta.stride[1] = t->terms.pitch;

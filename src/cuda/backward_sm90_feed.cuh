@@ -66,6 +66,34 @@ constexpr __host__ __device__ int sums_boxes(int head_dim) { return (head_dim + 
 
 __device__ inline int place_of(const args &a, int tile, int head) { return tile * a.Hq + head; }
 
+/* Pieces of the keys or of the queries, in the workspace. */
+struct piece_table {
+    int *lengths;
+    piece *pieces;
+    int2 *ranges;
+    int rows, tiles; /* of a piece, of the longest sequence */
+    int grid;        /* the first column of a piece is a multiple of this */
+};
+
+/* The workspace, part by part. */
+struct workspace {
+    char *next;
+    size_t bytes;
+    void *take(size_t size)
+    {
+        char *part = next + bytes;
+        bytes += (size + 15) / 16 * 16;
+        return part;
+    }
+};
+
+/* backward_sm90.cu: room for the pieces of a tensor in tiles of so many rows; all pieces of keys and queries; and how
+ * many heads are worked on at a time. */
+void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *p, const heed_tensor *rows_of, int rows,
+                          int grid);
+heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table &queries, const heed_exec *x);
+int heed_sm90_heads_together(const args &a, int heads, int64_t bytes_of_head);
+
 /* A kernel for some head size, and what it takes of a problem: rows of the own tile. */
 struct backward_kernel {
     int rows;

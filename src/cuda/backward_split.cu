@@ -33,8 +33,8 @@ template <bool KEYS> struct own_tile {
 
 template <int D> struct shared_backward {
     static constexpr int SLOTS = D == 64 ? 2 : 1;
-    char A1[tile_bytes<D, SPLIT_ROWS>], A2[tile_bytes<D, SPLIT_ROWS>];
-    char B1[SLOTS][tile_bytes<D, MEET>], B2[SLOTS][tile_bytes<D, MEET>];
+    char A1[split_bytes<D, SPLIT_ROWS>], A2[split_bytes<D, SPLIT_ROWS>];
+    char B1[SLOTS][split_bytes<D, MEET>], B2[SLOTS][split_bytes<D, MEET>];
     row_facts_split facts[2 * MEET]; /* of the queries: the block's own, or those in either slot */
     int low[2 * MEET], high[2 * MEET];
     span sequence; /* what is looked at once for each tile lies here and not in registers */
@@ -93,10 +93,10 @@ __device__ static void meet(shared_backward<D> &s, int slot, const args &a, cons
 {
     const span &q = s.sequence;
     const split_rows &B1 = KEYS ? split.q : split.k, &B2 = KEYS ? split.d_o : split.v;
-    const int64_t group = first_group(B1, q.b, KEYS ? q.q_row : q.k_row, p.h) + p.at / GROUP_ROWS;
+    const int batch = KEYS ? q.q_batch : q.k_batch, row = (KEYS ? q.q_row : q.k_row) + p.at;
     const int rows = (KEYS ? q.rows : q.keys) - p.at;
-    copy_split<D, MEET, THREADS>(shared_address(s.B1[slot]), B1, group, rows);
-    copy_split<D, MEET, THREADS>(shared_address(s.B2[slot]), B2, group, rows);
+    copy_split<D, MEET, THREADS>(shared_address(s.B1[slot]), split_row<D>(B1, batch, p.h, row), rows);
+    copy_split<D, MEET, THREADS>(shared_address(s.B2[slot]), split_row<D>(B2, batch, p.h, row), rows);
     if (KEYS && threadIdx.x < MEET) {
         const int i = min(p.at + (int)threadIdx.x, q.rows - 1), to = slot * MEET + threadIdx.x;
         copy_async(shared_address(&s.facts[to]),
@@ -190,7 +190,7 @@ enum { FIRST = 1, SECOND = 2 };
 
 template <int D, bool GENERAL, bool KEYS, int WHICH>
 __device__ static void own_rows(shared_backward<D> &s, const args &a, const split_tensors &split, int block, int tiles,
-                                int exact_below)
+                                int exact_below, const int *only)
 {
     constexpr int SLOTS = shared_backward<D>::SLOTS;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16, heads = KEYS ? a.Hk : a.Hq;
@@ -206,10 +206,13 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
         return;
     const split_rows &A1 = KEYS ? split.k : split.q, &A2 = KEYS ? split.v : split.d_o;
     const split_rows &B1 = KEYS ? split.q : split.k, &B2 = KEYS ? split.d_o : split.v;
-    const int64_t group = first_group(A1, q.b, KEYS ? q.k_row : q.q_row, own_h) + from / GROUP_ROWS;
+    const int batch = KEYS ? q.k_batch : q.q_batch, row = (KEYS ? q.k_row : q.q_row) + from;
+    const int64_t own_at = split_at(A1, batch, own_h, row);
+    if (only && !only[own_at])
+        return;
     const uint32_t sA1 = shared_address(s.A1), sA2 = shared_address(s.A2);
-    copy_split<D, SPLIT_ROWS, THREADS>(sA1, A1, group, rows);
-    copy_split<D, SPLIT_ROWS, THREADS>(sA2, A2, group, rows);
+    copy_split<D, SPLIT_ROWS, THREADS>(sA1, split_row<D>(A1, batch, own_h, row), rows);
+    copy_split<D, SPLIT_ROWS, THREADS>(sA2, split_row<D>(A2, batch, own_h, row), rows);
     if (!KEYS && threadIdx.x < SPLIT_ROWS) {
         const int i = from + min((int)threadIdx.x, rows - 1);
         copy_async(shared_address(&s.facts[threadIdx.x]),
@@ -217,7 +220,7 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
         band_of_row(a, q, i, s.low[threadIdx.x], s.high[threadIdx.x]);
     }
     commit_copies();
-    const shift own1 = A1.shifts[group], own2 = A2.shifts[group];
+    const shift own1 = A1.shifts[own_at], own2 = A2.shifts[own_at];
     if (threadIdx.x == 0)
         find_other_side<KEYS>(s, a, q, from, rows);
     __syncthreads();
@@ -237,9 +240,10 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
             __syncthreads(); /* the tile before is no longer needed */
             meet<KEYS>(s, 0, a, split, here);
         }
-        const int64_t other = first_group(B1, q.b, KEYS ? q.q_row : q.k_row, here.h) +
-                              here.at / SPLIT_ROWS * (SPLIT_ROWS / GROUP_ROWS);
-        const shift met1 = B1.shifts[other], met2 = B2.shifts[other];
+        const int met_batch = KEYS ? q.q_batch : q.k_batch;
+        const int met_row = (KEYS ? q.q_row : q.k_row) + here.at / SPLIT_ROWS * SPLIT_ROWS;
+        const int64_t met_at = split_at(B1, met_batch, here.h, met_row);
+        const shift met1 = B1.shifts[met_at], met2 = B2.shifts[met_at];
         wait_copies<0>();
         __syncthreads(); /* this tile is here, and, of two slots, the one before no longer needed */
         if (SLOTS == 2 && next.h < h_end)
@@ -293,26 +297,49 @@ struct kinds {
 };
 
 template <int D, bool GENERAL>
+__device__ __forceinline__ void compute_block(const args &a, const split_tensors &split, const kinds &n, int block,
+                                              int exact_below, const marked &only)
+{
+    extern __shared__ __align__(1024) char memory[];
+    auto &s = *(shared_backward<D> *)memory;
+    if (block < n.dk)
+        own_rows<D, GENERAL, true, D == 64 ? FIRST | SECOND : FIRST>(s, a, split, block, n.key_tiles, exact_below,
+                                                                     only.keys);
+    else if (D > 64 && block < n.dk + n.dv)
+        own_rows<D, GENERAL, true, SECOND>(s, a, split, block - n.dk, n.key_tiles, exact_below, only.keys);
+    else
+        own_rows<D, GENERAL, false, FIRST>(s, a, split, block - n.dk - n.dv, n.query_tiles, exact_below, only.queries);
+}
+
+template <int D, bool GENERAL>
 __global__ void __launch_bounds__(THREADS, 2)
     backward_split(const __grid_constant__ args a, const __grid_constant__ split_tensors split, kinds n,
                    int exact_below)
 {
 #if HEED_SPLIT_HERE
-    extern __shared__ __align__(1024) char memory[];
-    auto &s = *(shared_backward<D> *)memory;
-    int block = blockIdx.x;
-    if (block < n.dk)
-        own_rows<D, GENERAL, true, D == 64 ? FIRST | SECOND : FIRST>(s, a, split, block, n.key_tiles, exact_below);
-    else if (D > 64 && block < n.dk + n.dv)
-        own_rows<D, GENERAL, true, SECOND>(s, a, split, block - n.dk, n.key_tiles, exact_below);
-    else
-        own_rows<D, GENERAL, false, FIRST>(s, a, split, block - n.dk - n.dv, n.query_tiles, exact_below);
+    compute_block<D, GENERAL>(a, split, n, blockIdx.x, exact_below, {});
+#endif
+}
+
+/* The rows that are marked, by few blocks, as there are seldom any. */
+template <int D>
+__global__ void __launch_bounds__(THREADS, 2)
+    backward_marked(const __grid_constant__ args a, const __grid_constant__ split_tensors split, kinds n,
+                    int exact_below, marked only)
+{
+#if HEED_SPLIT_HERE
+    if (*only.any)
+#pragma unroll 1
+        for (int block = blockIdx.x; block < n.dk + n.dv + n.dq; block += gridDim.x) {
+            compute_block<D, D == 128>(a, split, n, block, exact_below, only);
+            __syncthreads();
+        }
 #endif
 }
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
-template <int D, bool GENERAL> static heed_status run(const args &a, const split_tensors &split, const heed_exec *x)
+template <int D> static kinds kinds_of(const args &a)
 {
     static_assert(sizeof(shared_backward<D>) <= HEED_SHARED_SMALL, "what a block may have on sm_86, 89 and 120");
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
@@ -320,24 +347,45 @@ template <int D, bool GENERAL> static heed_status run(const args &a, const split
     const int64_t key_blocks = key_tiles * a.Hk * a.B, query_blocks = a.d_q.data ? query_tiles * a.Hq * a.B : 0;
     const int64_t dk = a.d_k.data || (D == 64 && a.d_v.data) ? key_blocks : 0;
     const int64_t dv = a.d_v.data && D > 64 ? key_blocks : 0;
-    const kinds n = { (int)key_tiles, (int)query_tiles, (int)dv, (int)dk, (int)query_blocks };
-    return launch(backward_split<D, GENERAL>, dk + dv + query_blocks, THREADS, sizeof(shared_backward<D>), x, a, split,
-                  n, split_exact_below(a));
+    return { (int)key_tiles, (int)query_tiles, (int)dv, (int)dk, (int)query_blocks };
+}
+
+template <int D, bool GENERAL> static heed_status run(const args &a, const split_tensors &split, const heed_exec *x)
+{
+    const kinds n = kinds_of<D>(a);
+    return launch(backward_split<D, GENERAL>, (int64_t)n.dk + n.dv + n.dq, THREADS, sizeof(shared_backward<D>), x, a,
+                  split, n, split_exact_below(a));
+}
+
+template <int D>
+static heed_status run_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
+                              const heed_exec *x)
+{
+    const kinds n = kinds_of<D>(a);
+    return launch(backward_marked<D>, HEED_MIN(n.dk + n.dv + n.dq, blocks), THREADS, sizeof(shared_backward<D>), x, a,
+                  split, n, split_exact_below(a), only);
+}
+
+heed_status heed_cuda_backward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
+                                      const heed_exec *x)
+{
+    return split_width(a) == 64 ? run_marked<64>(a, split, only, blocks, x)
+                                : run_marked<128>(a, split, only, blocks, x);
 }
 
 size_t heed_backward_workspace_split(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
     split_tensors split = {};
-    return split_place(p, NULL, split) + heed_cuda_delta_bytes(p);
+    return split_place(p, SPLIT_ALL, NULL, split) + heed_cuda_delta_bytes(p);
 }
 
 heed_status heed_backward_split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     (void)plan;
     split_tensors split = {};
-    const prologue start(p, x, split_place(p, (char *)x->workspace, split));
-    const heed_status status = start.status ? start.status : heed_cuda_split(start.a, split, x);
+    const prologue start(p, x, split_place(p, SPLIT_ALL, (char *)x->workspace, split));
+    const heed_status status = start.status ? start.status : heed_cuda_split(start.a, split, NULL, x);
     if (status)
         return status;
     const args &a = start.a;

@@ -12,6 +12,7 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
     static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, STAGES = STAGES_,
                          THREADS = 128 + 128 * GROUPS;
     static constexpr bool OVERLAP = OVERLAP_, CAPPED = CAPPED_;
+    static constexpr int ALIGNED = 1; /* blocks of keys begin at multiples of this */
     static_assert(GROUPS >= 2 && GROUPS <= 4, "with more the registers do not suffice");
     static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32,
                          REGISTERS = GROUPS == 2   ? 232
@@ -126,7 +127,8 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
     band(lane ? i0 + w.rows - 1 : i0, low, high);
     const int low0 = __shfl_sync(~0u, low, 0), high0 = __shfl_sync(~0u, high, 0), low1 = __shfl_sync(~0u, low, 1),
               high1 = __shfl_sync(~0u, high, 1);
-    const int first = min(low0, low1), last = max(high0, high1), inside = max(low0, low1), outside = min(high0, high1);
+    const int first = min(low0, low1) / S::ALIGNED * S::ALIGNED, last = max(high0, high1), inside = max(low0, low1),
+              outside = min(high0, high1);
     const int blocks = last > first ? (last - first + S::KEYS - 1) / S::KEYS : 0;
     const int clear_from = (inside - first + S::KEYS - 1) / S::KEYS, clear_to = max(outside - first, 0) / S::KEYS;
     if (lane == 0)

@@ -21,7 +21,7 @@ template <int D, bool ALONE> struct shape {
 
 template <int D, bool ALONE> struct shared_split {
     typedef shape<D, ALONE> like;
-    char Q[tile_bytes<D, like::BR>], K[tile_bytes<D, like::KEYS>], V[tile_bytes<D, like::KEYS>];
+    char Q[split_bytes<D, like::BR>], K[split_bytes<D, like::KEYS>], V[split_bytes<D, like::KEYS>];
     int low[like::BR], high[like::BR], inside, outside; /* all rows see keys inside .. outside */
     unsigned most[WARPS];
     span sequence; /* what is looked at once for each tile lies here and not in registers */
@@ -46,11 +46,6 @@ __device__ static float row_sum(float x)
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* What is subtracted from exponents when the row's maximum is m: rounded once, so that every tile uses the same. Beyond
- * 1e7 its own rounding would matter: then scores are subtracted from each other first. */
-__device__ static float offset_of(float m) { return fmaf(m, LOG2E, (float)-TOP); }
-__device__ static bool is_large(float offset) { return !(fabsf(offset) <= 1e7f); }
-
 /* P = 2^14 exp(c S - m'), l = l a + sum P, with m' = max(m, c S) and a = exp(m - m'), which is what O is to be
  * multiplied by. */
 template <int MT, int NT>
@@ -70,7 +65,7 @@ __device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], f
         const float own = top * c, most = fmaxf(m[r], own), base = most == -CUDART_INF_F ? 0.0f : most;
         const float offset = offset_of(base);
         float sum = 0.0f;
-        if (is_large(offset)) {
+        if (is_vast(offset)) {
             a[r] = exp2_fast((m[r] - base) * LOG2E);
 #pragma unroll
             for (int n = 0; n < NT; n++)
@@ -108,61 +103,40 @@ template <class Tile> __device__ static void drop(Tile &t, const args &a, const 
     }
 }
 
-/* Closes a row: from its l and maximum m to lse, and to what O is to be divided by. A sink joins l. */
-__device__ static float finish_row(float l, float m, float sink, float &lse)
-{
-    lse = -CUDART_INF_F;
-    if (l == 0.0f) /* the row saw no key */
-        return 0.0f;
-    const float LN2 = 0.693147182f, LN2_REST = -1.90465421e-9f, offset = offset_of(m);
-    const bool large = is_large(offset);
-    const float d = fminf(large ? (sink - m) * LOG2E + TOP : fmaf(sink, LOG2E, -offset), 127.0f);
-    const float sum = l + exp2_fast(d);
-    lse = d > 100.0f && sum == sum ? sink
-          : large                  ? m + logf(sum * power(-TOP))
-                                   : fmaf(offset, LN2, fmaf(offset, LN2_REST, logf(sum)));
-    return sum;
-}
-
-/* x / y from r = 1 / y, with one rounding in place of two. */
-__device__ static float quotient(float x, float y, float r)
-{
-    const float z = x * r;
-    return fabsf(z) < 1e30f ? fmaf(fmaf(-z, y, x), r, z) : z;
-}
-
 /* Splits rows into a tile. Starts with all threads past what the tile held before. */
 template <int D, int ROWS, int TILE>
 __device__ static shift split_here(char *tile, int first, unsigned *most, const even_rows &rows)
 {
     const rows_in_flight<D, ROWS, THREADS> some(rows);
     const shift found = some.find_shift(most);
-    some.template split<TILE>(tile, first, TILE, found.s);
+    some.split(found.s, NULL, [&](int row, int chunk, uint4 hi, uint4 lo) {
+        char *to = tile + chunk_of<TILE>(first + row, chunk);
+        *(uint4 *)to = hi;
+        *(uint4 *)(to + part_bytes<D, TILE>) = lo;
+    });
     return found;
 }
 
-/* GENERAL: what the scores need beyond scale and band. exact_below: where the shifts of Q and K add up to less, two
- * numbers of fp16 are not enough. */
+/* One tile. GENERAL: what the scores need beyond scale and band. exact_below: where the shifts of Q and K add up to less,
+ * two numbers of fp16 are not enough. only: at [batch][head][first row] whether it is wanted; NULL: it is. */
 template <int D, bool GENERAL, bool ALONE>
-__global__ void __launch_bounds__(THREADS, 2)
-    forward_split(const __grid_constant__ args a, const __grid_constant__ split_tensors split, int tiles,
-                  int exact_below)
+__device__ __forceinline__ void compute_tile(const args &a, const split_tensors &split, int number, int tiles,
+                                             int exact_below, const int *only)
 {
-#if HEED_SPLIT_HERE
     typedef shape<D, ALONE> like;
     constexpr int MT = like::MT, NT = like::NT, BR = like::BR, BC = like::BC, KEYS = like::KEYS;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_split<D, ALONE> *)memory;
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
-    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT, i0 = (tiles - 1 - blockIdx.x % tiles) * BR;
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT, i0 = (tiles - 1 - number % tiles) * BR;
     if (threadIdx.x == 0) {
-        s.sequence = span_of(a, blockIdx.x / tiles / a.Hq);
-        s.of = head_of(a, s.sequence, blockIdx.x / tiles % a.Hq);
+        s.sequence = span_of(a, number / tiles / a.Hq);
+        s.of = head_of(a, s.sequence, number / tiles % a.Hq);
     }
     __syncthreads();
     const span &q = s.sequence;
     const head &x = s.of;
-    if (i0 >= q.rows)
+    if (i0 >= q.rows || (only && !only[((int64_t)q.q_batch * a.Hq + x.h) * a.q_rows + q.q_row + i0]))
         return;
     const int rows = min(BR, q.rows - i0);
     if (threadIdx.x < BR)
@@ -171,9 +145,11 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int first = min(s.low[0], s.low[rows - 1]) / KEYS * KEYS, last = max(s.high[0], s.high[rows - 1]);
     if (threadIdx.x == 0)
         s.inside = max(s.low[0], s.low[rows - 1]), s.outside = min(s.high[0], s.high[rows - 1]);
-    const int64_t group0 = ALONE ? 0 : first_group(split.k, q.b, q.k_row, x.hk);
+    const auto copy_keys = [&](uint32_t to, const split_rows &from, int n) {
+        copy_split<D, KEYS, THREADS>(to, split_row<D>(from, q.k_batch, x.hk, q.k_row + n), q.keys - n);
+    };
     if (!ALONE && first < last)
-        copy_split<D, KEYS, THREADS>(sK, split.k, group0 + first / GROUP_ROWS, q.keys - first);
+        copy_keys(sK, split.k, first);
     commit_copies();
 #pragma unroll 1
     for (int part = 0; part < BR; part += SPLIT_ROWS) {
@@ -198,11 +174,11 @@ __global__ void __launch_bounds__(THREADS, 2)
             v_shift = split_here<D, SPLIT_ROWS, KEYS>(s.V, 0, s.most, keys_from(a, q, a.v, x.hk, n0, a.Dv));
             __syncthreads();
         } else if (!ALONE) {
-            k_shift = split.k.shifts[group0 + n0 / SPLIT_ROWS * (SPLIT_ROWS / GROUP_ROWS)];
-            v_shift = split.v.shifts[group0 + n0 / SPLIT_ROWS * (SPLIT_ROWS / GROUP_ROWS)];
+            const int64_t at = split_at(split.k, q.k_batch, x.hk, q.k_row + n0 / SPLIT_ROWS * SPLIT_ROWS);
+            k_shift = split.k.shifts[at], v_shift = split.v.shifts[at];
             wait_copies<0>();
             __syncthreads(); /* K is here, and the last V is no longer needed */
-            copy_split<D, KEYS, THREADS>(sV, split.v, group0 + n0 / GROUP_ROWS, q.keys - n0);
+            copy_keys(sV, split.v, n0);
             commit_copies();
         }
         float S[MT][NT][4];
@@ -217,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             wait_copies<0>();
             __syncthreads(); /* V is here, and this K is no longer needed */
             if (n0 + BC < last)
-                copy_split<D, KEYS, THREADS>(sK, split.k, group0 + (n0 + BC) / GROUP_ROWS, q.keys - n0 - BC);
+                copy_keys(sK, split.k, n0 + BC);
             commit_copies();
         }
         float c = 1.0f;
@@ -255,7 +231,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     for (int r = 0; r < MT * 2; r++) {
         const int i = i0 + row0 + r / 2 * 16 + r % 2 * 8 + lane / 4;
         float lse;
-        const float sum = finish_row(row_sum(l[r]), m[r], sink, lse), inverse = 1.0f / sum;
+        const float sum = finish_row(row_sum(l[r]), m[r], offset_of(m[r]), sink, lse), inverse = 1.0f / sum;
         const float keep = GENERAL && a.drop_below ? a.keep_scale : 1.0f;
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
@@ -269,6 +245,30 @@ __global__ void __launch_bounds__(THREADS, 2)
     store_rows_fp32<D, MT>(O, a.o, a.Dv, false, [&](int r) {
         return row0 + r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row0 + r) : NOWHERE;
     });
+}
+
+template <int D, bool GENERAL, bool ALONE>
+__global__ void __launch_bounds__(THREADS, 2)
+    forward_split(const __grid_constant__ args a, const __grid_constant__ split_tensors split, int tiles,
+                  int exact_below)
+{
+#if HEED_SPLIT_HERE
+    compute_tile<D, GENERAL, ALONE>(a, split, blockIdx.x, tiles, exact_below, NULL);
+#endif
+}
+
+/* The tiles that are marked, by few blocks, as there are seldom any. */
+template <int D>
+__global__ void __launch_bounds__(THREADS, 2)
+    forward_marked(const __grid_constant__ args a, int tiles, int exact_below, marked only)
+{
+#if HEED_SPLIT_HERE
+    if (*only.any)
+#pragma unroll 1
+        for (int number = blockIdx.x; number < tiles * a.Hq * a.B; number += gridDim.x) {
+            compute_tile<D, false, true>(a, {}, number, tiles, exact_below, only.queries);
+            __syncthreads();
+        }
 #endif
 }
 
@@ -279,6 +279,19 @@ static heed_status run(const args &a, const split_tensors &split, const heed_exe
     const int64_t tiles = tiles_of(a.Sq, shape<D, ALONE>::BR), blocks = tiles * a.Hq * a.B;
     return launch(forward_split<D, GENERAL, ALONE>, blocks, THREADS, sizeof(shared_split<D, ALONE>), x, a, split,
                   (int)tiles, split_exact_below(a));
+}
+
+template <int D> static heed_status run_marked(const args &a, const marked &only, int blocks, const heed_exec *x)
+{
+    static_assert(shape<D, true>::BR == SPLIT_ROWS, "a mark for each tile");
+    const int64_t tiles = tiles_of(a.Sq, SPLIT_ROWS), all = tiles * a.Hq * a.B;
+    return launch(forward_marked<D>, HEED_MIN(all, blocks), THREADS, sizeof(shared_split<D, true>), x, a, (int)tiles,
+                  split_exact_below(a), only);
+}
+
+heed_status heed_cuda_forward_marked(const args &a, const marked &only, int blocks, const heed_exec *x)
+{
+    return split_width(a) == 64 ? run_marked<64>(a, only, blocks, x) : run_marked<128>(a, only, blocks, x);
 }
 
 static bool is_general(const heed_attention &a, uint32_t drop_below)
@@ -296,7 +309,7 @@ size_t heed_forward_workspace_split(const heed_problem *p, const heed_plan *plan
 {
     (void)plan;
     split_tensors split = {};
-    return splits_alone(p) ? 0 : split_place(p, NULL, split);
+    return splits_alone(p) ? 0 : split_place(p, SPLIT_KEYS, NULL, split);
 }
 
 heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
@@ -312,8 +325,8 @@ heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, con
         return general ? run<64, true, true>(a, split, x) : run<64, false, true>(a, split, x);
     if (splits_alone(p))
         return general ? run<128, true, true>(a, split, x) : run<128, false, true>(a, split, x);
-    split_place(p, (char *)x->workspace, split);
-    const heed_status status = heed_cuda_split(a, split, x);
+    split_place(p, SPLIT_KEYS, (char *)x->workspace, split);
+    const heed_status status = heed_cuda_split(a, split, NULL, x);
     if (status)
         return status;
     return narrow    ? run<64, false, false>(a, split, x)

@@ -1,19 +1,28 @@
-/* The pass that splits whole tensors into the workspace, for kernels that meet each row many times. A block makes one
- * tile of 64 rows; keys off the stride and rows of padding are never read, so what the kernels see is dense. */
+/* The pass that splits whole tensors into the workspace, for kernels that meet each row many times. A block splits 64
+ * rows; keys off the stride and rows of padding are never read, so what the kernels see is dense. */
 #include "split.cuh"
 
 constexpr int THREADS = 256;
 
-/* 64 rows of a tensor. */
-template <int D> __device__ static void split_tile(const even_rows &rows, const split_rows &to, int64_t group)
+/* The first 64 of some rows, to place `at` of x. */
+template <int D>
+__device__ static void split_64(const even_rows &rows, const split_rows &x, int64_t at, const float *less)
 {
     __shared__ unsigned most[THREADS / 32];
     const rows_in_flight<D, SPLIT_ROWS, THREADS> some(rows);
     const shift found = some.find_shift(most);
-    some.template split<GROUP_ROWS>(to.groups + group * tile_bytes<D, GROUP_ROWS>, 0,
-                                    (min(rows.count, SPLIT_ROWS) + GROUP_ROWS - 1) / GROUP_ROWS * GROUP_ROWS, found.s);
-    if (threadIdx.x == 0)
-        to.shifts[group] = found;
+    some.split(found.s, less, [&](int row, int chunk, uint4 hi, uint4 lo) {
+        char *const to = x.rows + (at + row) * (4 * D) + chunk * 16;
+        if (row < rows.count) {
+            *(uint4 *)to = hi;
+            *(uint4 *)(to + 2 * D) = lo;
+        }
+    });
+    if (threadIdx.x == 0) {
+        x.shifts[at] = found;
+        if (x.marks)
+            x.marks[at] = 0;
+    }
 }
 
 __device__ static row_facts_split facts_of(float lse, float delta)
@@ -25,48 +34,62 @@ __device__ static row_facts_split facts_of(float lse, float delta)
     return { log2, rest, delta, lse };
 }
 
-/* Blocks 0 .. of keys: a tile of k and then one of v, and so on; then those of queries likewise. */
+/* The blocks of either kind of tensor: key_blocks for k, as many for v, then those of q and of d_o. */
+struct split_grid {
+    int key_tiles, query_tiles, key_blocks, query_blocks;
+};
+
 template <int D>
 __global__ void __launch_bounds__(THREADS)
-    split_pass(const __grid_constant__ args a, const __grid_constant__ split_tensors to, int key_tiles, int query_tiles,
-               int key_blocks)
+    split_pass(const __grid_constant__ args a, const __grid_constant__ split_tensors to, split_grid n, const int *when)
 {
 #if HEED_SPLIT_HERE
-    const bool keys = (int)blockIdx.x < key_blocks;
-    const int tiles = keys ? key_tiles : query_tiles, heads = keys ? a.Hk : a.Hq;
-    const unsigned index = (blockIdx.x - (keys ? 0 : key_blocks)) / 2;
-    const bool second = blockIdx.x % 2;
+    __shared__ float less[SPLIT_ROWS];
+    if (when && !*when)
+        return;
+    if (to.zeros && blockIdx.x == 0 && threadIdx.x < 3)
+        to.zeros[threadIdx.x] = 0;
+    const bool keys = (int)blockIdx.x < 2 * n.key_blocks;
+    int index = blockIdx.x - (keys ? 0 : 2 * n.key_blocks);
+    const int tiles = keys ? n.key_tiles : n.query_tiles, heads = keys ? a.Hk : a.Hq;
+    const bool second = index >= (keys ? n.key_blocks : n.query_blocks);
+    index -= second ? (keys ? n.key_blocks : n.query_blocks) : 0;
     const int first = index % tiles * SPLIT_ROWS, h = index / tiles % heads;
     const span s = span_of(a, index / tiles / heads);
     if (first >= (keys ? s.keys : s.rows))
         return;
-    if (keys) {
-        const split_rows &x = second ? to.v : to.k;
-        split_tile<D>(keys_from(a, s, second ? a.v : a.k, h, first, second ? a.Dv : a.D), x,
-                      first_group(x, s.b, s.k_row, h) + first / GROUP_ROWS);
-        return;
+    const split_rows &x = keys ? (second ? to.v : to.k) : (second ? to.d_o : to.q);
+    const int batch = keys ? s.k_batch : s.q_batch, row = (keys ? s.k_row : s.q_row) + first;
+    const even_rows from = keys ? keys_from(a, s, second ? a.v : a.k, h, first, second ? a.Dv : a.D)
+                                : queries_from(a, s, second ? a.d_o : a.q, h, first, second ? a.Dv : a.D);
+    if (to.d_o.rows && !keys && threadIdx.x < SPLIT_ROWS && first + (int)threadIdx.x < s.rows) {
+        const int i = row + threadIdx.x;
+        const row_facts_split f = facts_of(load(a.lse, row_at(a.lse, batch, h, i)),
+                                           load(a.delta, row_at(a.delta, batch, h, i)));
+        const int64_t number = ((int64_t)batch * a.Hq + h) * a.q_rows + i;
+        const float part = f.rest * 0.693147182f;
+        less[threadIdx.x] = part;
+        if (!second && to.facts)
+            to.facts[number] = f;
+        if (!second && to.L)
+            to.L[number] = f.log2 - TOP, to.delta[number] = fmaf(-f.delta, part, f.delta);
     }
-    const split_rows &x = second ? to.d_o : to.q;
-    split_tile<D>(queries_from(a, s, second ? a.d_o : a.q, h, first, second ? a.Dv : a.D), x,
-                  first_group(x, s.b, s.q_row, h) + first / GROUP_ROWS);
-    if (!second && threadIdx.x < SPLIT_ROWS && first + (int)threadIdx.x < s.rows) {
-        const int64_t i = s.q_row + first + threadIdx.x;
-        to.facts[((int64_t)s.q_batch * a.Hq + h) * a.q_rows + i] = facts_of(load(a.lse, row_at(a.lse, s.q_batch, h, i)),
-                                                                            load(a.delta,
-                                                                                 row_at(a.delta, s.q_batch, h, i)));
-    }
+    /* In there threads meet before they read less. */
+    split_64<D>(from, x, split_at(x, batch, h, row), second && !keys && to.L ? less : NULL);
 #endif
 }
 
-template <int D> static heed_status run(const args &a, const split_tensors &to, const heed_exec *x)
+template <int D> static heed_status run(const args &a, const split_tensors &to, const int *when, const heed_exec *x)
 {
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    const int64_t key_tiles = tiles_of(keys, SPLIT_ROWS), query_tiles = to.facts ? tiles_of(a.Sq, SPLIT_ROWS) : 0;
-    const int64_t key_blocks = 2 * key_tiles * a.Hk * a.B, blocks = key_blocks + 2 * query_tiles * a.Hq * a.B;
-    return launch(split_pass<D>, blocks, THREADS, 0, x, a, to, (int)key_tiles, (int)query_tiles, (int)key_blocks);
+    const int64_t key_tiles = tiles_of(keys, SPLIT_ROWS), query_tiles = tiles_of(a.Sq, SPLIT_ROWS);
+    const int64_t key_blocks = to.k.rows ? key_tiles * a.Hk * a.B : 0;
+    const int64_t query_blocks = to.q.rows ? query_tiles * a.Hq * a.B : 0;
+    const split_grid n = { (int)key_tiles, (int)query_tiles, (int)key_blocks, (int)query_blocks };
+    return launch(split_pass<D>, 2 * key_blocks + (to.d_o.rows ? 2 : 1) * query_blocks, THREADS, 0, x, a, to, n, when);
 }
 
-heed_status heed_cuda_split(const args &a, const split_tensors &to, const heed_exec *x)
+heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x)
 {
-    return split_width(a) == 64 ? run<64>(a, to, x) : run<128>(a, to, x);
+    return split_width(a) == 64 ? run<64>(a, to, when, x) : run<128>(a, to, when, x);
 }

@@ -9,7 +9,7 @@
  * The tensor core cuts where fp32 rounds, and always toward zero, so long sums must not stay in it: each product has
  * fresh accumulators, two of them because of the 2^-11, and what leaves them is added in fp32 (promote()).
  *
- * A tile of ROWS rows, in shared memory and, 16 rows long, in the workspace:
+ * In the workspace a row is its hi and then its lo. A tile of ROWS rows in shared memory:
  *
  *     hi, then lo; of either D/64 panels of ROWS rows of 64 elements = 128 bytes; chunk c of 16 bytes of row r lies at
  *     place c ^ (r % 8), so that the eight rows of an 8 x 8 matrix lie in different banks */
@@ -30,7 +30,7 @@ constexpr float SMALL = 0x1p-11f; /* the weight of lo */
 constexpr int TOP = 14;           /* the largest of a group is in [2^TOP, 2^(TOP + 1)) */
 
 template <int D, int ROWS> constexpr int part_bytes = ROWS *D * 2;
-template <int D, int ROWS> constexpr int tile_bytes = 2 * part_bytes<D, ROWS>;
+template <int D, int ROWS> constexpr int split_bytes = 2 * part_bytes<D, ROWS>;
 
 template <int ROWS> __device__ inline uint32_t chunk_of(int row, int chunk)
 {
@@ -72,6 +72,14 @@ __device__ inline void split_pair(float x, float y, uint32_t &hi, uint32_t &lo)
     hi = pack<__half>(x, y);
     const float2 back = __half22float2(*(const __half2 *)&hi);
     lo = pack<__half>((x - back.x) * (1 / SMALL), (y - back.y) * (1 / SMALL));
+}
+
+/* Of x (1 - less), where less is so small that only lo feels it. */
+__device__ inline void split_pair(float x, float y, float less, uint32_t &hi, uint32_t &lo)
+{
+    hi = pack<__half>(x, y);
+    const float2 back = __half22float2(*(const __half2 *)&hi);
+    lo = pack<__half>(fmaf(-x, less, x - back.x) * (1 / SMALL), fmaf(-y, less, y - back.y) * (1 / SMALL));
 }
 
 /* ---- Memory to tiles --------------------------------------------------------------------------------------------- */
@@ -157,43 +165,48 @@ template <int D, int ROWS, int THREADS> struct rows_in_flight {
         return { shift_of(bits), (int)strange };
     }
 
-    /* Into the rows from `first` on of tiles of TILE rows that follow each other, in shared or global memory; those
-     * from `rows` on are left out. */
-    template <int TILE> __device__ void split(char *tile, int first, int rows, int s) const
+    /* Calls put(row, chunk, hi, lo) for each of this thread's chunks of 16 bytes. less: of each row, or NULL. */
+    template <class Put> __device__ void split(int s, const float *less, Put put) const
     {
         const float up = power(s / 2), further = power(s - s / 2);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
-            const int row = first + threadIdx.x / CHUNKS + n * APART;
-            if (row >= rows)
-                return;
+            const int row = threadIdx.x / CHUNKS + n * APART;
+            const float part = less ? less[row] : 0.0f;
             uint32_t hi[4], lo[4];
 #pragma unroll
             for (int e = 0; e < 8; e += 2)
-                split_pair(x[n][e] * up * further, x[n][e + 1] * up * further, hi[e / 2], lo[e / 2]);
-            char *to = tile + row / TILE * tile_bytes<D, TILE> + chunk_of<TILE>(row % TILE, threadIdx.x % CHUNKS);
-            *(uint4 *)to = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-            *(uint4 *)(to + part_bytes<D, TILE>) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+                split_pair(x[n][e] * up * further, x[n][e + 1] * up * further, part, hi[e / 2], lo[e / 2]);
+            put(row, threadIdx.x % CHUNKS, make_uint4(hi[0], hi[1], hi[2], hi[3]),
+                make_uint4(lo[0], lo[1], lo[2], lo[3]));
         }
     }
 };
 
-/* ---- Tiles in the workspace -------------------------------------------------------------------------------------- */
+/* ---- Rows in the workspace --------------------------------------------------------------------------------------- */
 
-/* In the workspace rows are in groups of 16, so that sequences of a ragged batch can follow each other closely. */
-constexpr int GROUP_ROWS = 16;
-
-/* The split rows of one tensor: heads outermost, then sequences. shifts[g] is that of the 64 rows that begin at g. */
+/* One tensor, split: [batch][head][row], of each row hi and then lo. The shift of 64 rows of a sequence is at the first,
+ * and so is their mark, which is to become 0. */
 struct split_rows {
-    char *groups;
+    char *rows;
     shift *shifts;
-    int sequence_groups; /* of each sequence, or 0: ragged, where they begin at row / 16 + b */
-    int head_groups;
+    int *marks;
+    int heads, head_rows;
 };
 
-__device__ inline int64_t first_group(const split_rows &x, int b, int row, int h)
+__device__ inline int64_t split_at(const split_rows &x, int batch, int h, int row)
 {
-    return (int64_t)h * x.head_groups + (x.sequence_groups ? b * x.sequence_groups : row / GROUP_ROWS + b);
+    return ((int64_t)batch * x.heads + h) * x.head_rows + row;
+}
+
+template <int D> __device__ inline char *split_row(const split_rows &x, int batch, int h, int row)
+{
+    return x.rows + split_at(x, batch, h, row) * (4 * D);
+}
+
+__device__ inline const shift &shift_at(const split_rows &x, int batch, int h, int row)
+{
+    return x.shifts[split_at(x, batch, h, row)];
 }
 
 /* What the backward has to know of a row of q: P = 2^(c S - log2 - rest) with lse log2(e) = log2 + rest. A row without
@@ -202,43 +215,57 @@ struct row_facts_split {
     float log2, rest, delta, lse;
 };
 
-/* What is split before a kernel, and where it goes; q, d_o and facts for the backward only. */
+/* What is split before a kernel, and where it goes; what is not wanted has no rows. Of each row of q, for the backward:
+ * facts; or L = log2 - 14 and delta, where d_o and delta are to be divided by 2^rest, so that P need not be. */
 struct split_tensors {
     split_rows k, v, q, d_o;
     row_facts_split *facts;
+    float *L, *delta; /* [batch][head][row] */
+    int *zeros;       /* three numbers that are to become 0 */
 };
 
-/* split.cu */
-heed_status heed_cuda_split(const args &a, const split_tensors &to, const heed_exec *x);
+/* split.cu. when: does nothing where this is 0. */
+heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x);
 
 /* The width of the tiles. */
 inline int split_width_of(const heed_problem *p) { return HEED_MAX(p->D, p->Dv) <= 64 ? 64 : 128; }
 inline int split_width(const args &a) { return HEED_MAX(a.D, a.Dv) <= 64 ? 64 : 128; }
 
-/* Gives rows their place at memory, and returns where it ends. ragged: rows in all of a ragged batch, else 0. */
-inline char *place_rows(split_rows &x, char *memory, int64_t heads, int64_t sequences, int64_t longest, int64_t ragged,
-                        int width)
+/* Gives a tensor its place at memory, and returns where it ends. */
+inline char *place_rows(split_rows &x, char *memory, int64_t batches, int64_t heads, int64_t rows, int width)
 {
-    x.sequence_groups = ragged ? 0 : (int)tiles_of(longest, GROUP_ROWS);
-    x.head_groups = (int)(ragged ? ragged / GROUP_ROWS + sequences + 1 : sequences * x.sequence_groups);
-    const int64_t groups = heads * x.head_groups;
-    x.groups = memory;
-    x.shifts = (shift *)(memory + groups * (GROUP_ROWS * width * 4));
-    return (char *)x.shifts + (groups * (int64_t)sizeof(shift) + 15) / 16 * 16;
+    x.heads = (int)heads, x.head_rows = (int)rows;
+    x.rows = memory;
+    x.shifts = (shift *)(memory + batches * heads * rows * (4 * width));
+    return (char *)x.shifts + (batches * heads * rows * (int64_t)sizeof(shift) + 15) / 16 * 16;
 }
 
+/* Which tensors of a problem are to be split. */
+enum { SPLIT_KEYS = 1, SPLIT_QUERIES = 2, SPLIT_GRADIENTS = 4, SPLIT_ALL = 7 };
+
 /* Where in the workspace the split tensors of a pass lie. Returns how much of it they take. */
-inline size_t split_place(const heed_problem *p, char *memory, split_tensors &to)
+inline size_t split_place(const heed_problem *p, int which, char *memory, split_tensors &to)
 {
     const int width = split_width_of(p);
-    const int64_t ragged_k = p->a.offsets_k ? p->a.k.shape[2] : 0, ragged_q = p->a.offsets_q ? p->a.q.shape[2] : 0;
-    char *end = place_rows(to.k, memory, p->Hk, p->B, p->Sk, ragged_k, width);
-    end = place_rows(to.v, end, p->Hk, p->B, p->Sk, ragged_k, width);
-    if (p->pass == HEED_BACKWARD) {
-        end = place_rows(to.q, end, p->Hq, p->B, p->Sq, ragged_q, width);
-        end = place_rows(to.d_o, end, p->Hq, p->B, p->Sq, ragged_q, width);
+    const heed_attention &a = p->a;
+    int64_t step = a.key_stride,
+            rest = HEED_MAX(a.key_step, 1); /* from key to key on the stride: it counts positions */
+    while (rest) {
+        const int64_t next = step % rest;
+        step = rest, rest = next;
+    }
+    const int64_t keys = a.offsets_k ? a.k.shape[2] : tiles_of(p->Sk, a.key_stride / step);
+    char *end = memory;
+    if (which & SPLIT_KEYS) {
+        end = place_rows(to.k, end, a.k.shape[0], p->Hk, keys, width);
+        end = place_rows(to.v, end, a.k.shape[0], p->Hk, keys, width);
+    }
+    if (which & SPLIT_QUERIES)
+        end = place_rows(to.q, end, a.q.shape[0], p->Hq, a.q.shape[2], width);
+    if (which & SPLIT_GRADIENTS) {
+        end = place_rows(to.d_o, end, a.q.shape[0], p->Hq, a.q.shape[2], width);
         to.facts = (row_facts_split *)end;
-        end += p->a.q.shape[0] * p->a.q.shape[1] * p->a.q.shape[2] * (int64_t)sizeof(row_facts_split);
+        end += a.q.shape[0] * a.q.shape[1] * a.q.shape[2] * (int64_t)sizeof(row_facts_split);
     }
     return (size_t)(end - memory);
 }
@@ -249,23 +276,19 @@ inline int split_exact_below(const args &a)
     return 4 + (a.scale == 0.0f ? -500 : ilogbf(fabsf(a.scale) * (float)a.D) + 1);
 }
 
-/* COUNT rows from group g on to shared memory, asynchronously; those from `rows` on become zero. */
-template <int D, int COUNT, int THREADS>
-__device__ inline void copy_split(uint32_t to, const split_rows &x, int64_t g, int rows)
+/* COUNT rows that begin at `from` to a tile in shared memory, asynchronously; those from `rows` on become zero. */
+template <int D, int COUNT, int THREADS> __device__ inline void copy_split(uint32_t to, const char *from, int rows)
 {
     const int row = threadIdx.x / 8 % COUNT, panel = threadIdx.x / (8 * COUNT);
     constexpr int PANELS = 2 * D / 64, ROWS_AT_ONCE = THREADS / 8 < COUNT ? THREADS / 8 : COUNT;
     constexpr int PANELS_AT_ONCE = THREADS / (8 * ROWS_AT_ONCE);
-    const char *from = x.groups + g * tile_bytes<D, GROUP_ROWS> + row / GROUP_ROWS * tile_bytes<D, GROUP_ROWS> +
-                       panel * (GROUP_ROWS * 128) + row % GROUP_ROWS * 128 + threadIdx.x % 8 * 16;
-    to += (panel * COUNT + row) * 128 + threadIdx.x % 8 * 16;
+    from += row * (4 * D) + panel * 128 + threadIdx.x % 8 * 16;
+    to += (panel * COUNT + row) * 128 + ((threadIdx.x ^ row) % 8 << 4);
 #pragma unroll
     for (int r = 0; r < COUNT; r += ROWS_AT_ONCE)
 #pragma unroll
         for (int p = 0; p < PANELS; p += PANELS_AT_ONCE)
-            copy_async(to + (p * COUNT + r) * 128,
-                       from + r / GROUP_ROWS * tile_bytes<D, GROUP_ROWS> + p * (GROUP_ROWS * 128),
-                       row + r < rows ? 16 : 0);
+            copy_async(to + (p * COUNT + r) * 128, from + r * (4 * D) + p * 128, row + r < rows ? 16 : 0);
 }
 
 /* hi hi + (lo hi + hi lo) 2^-11 from sums of STEPS instructions each. Every one of them cuts the larger sum, which has
@@ -274,6 +297,9 @@ template <int STEPS> __device__ inline float join(float small, float large)
 {
     return fmaf(fmaf(large, 0x1p-13f * 0.36f * (STEPS + 1), small), SMALL, large);
 }
+
+/* The same for sums that are not apart, as a factor. */
+template <int STEPS> constexpr float given_back = 1.0f + 0x1p-24f * 0.36f * (STEPS + 1);
 
 /* ---- Products ---------------------------------------------------------------------------------------------------- */
 
@@ -441,6 +467,49 @@ __device__ inline void multiply_exactly(Tile &t, const args &a, const span &s, c
             t.at(r, c) = sum;
         }
 }
+
+/* ---- Rows of the forward ----------------------------------------------------------------------------------------- */
+
+/* What is subtracted from exponents when the row's maximum is m: rounded once, so that every tile uses the same. Beyond
+ * 1e7 its own rounding would matter: then scores are subtracted from each other first. */
+__device__ inline float offset_of(float m, int top = TOP) { return fmaf(m, LOG2E, (float)-top); }
+__device__ inline bool is_vast(float offset) { return !(fabsf(offset) <= 1e7f); }
+
+/* Closes a row: from its l, its maximum m and offset to lse, and to what O is to be divided by. A sink joins l. */
+__device__ inline float finish_row(float l, float m, float offset, float sink, float &lse)
+{
+    lse = -CUDART_INF_F;
+    if (l == 0.0f) /* the row saw no key */
+        return 0.0f;
+    const float LN2 = 0.693147182f, LN2_REST = -1.90465421e-9f;
+    const bool large = is_vast(offset);
+    const float d = fminf(large ? (sink - m) * LOG2E + TOP : fmaf(sink, LOG2E, -offset), 127.0f);
+    const float sum = l + exp2_fast(d);
+    lse = d > 100.0f && sum == sum ? sink
+          : large                  ? m + logf(sum * power(-TOP))
+                                   : fmaf(offset, LN2, fmaf(offset, LN2_REST, logf(sum)));
+    return sum;
+}
+
+/* x / y from r = 1 / y, with one rounding in place of two. */
+__device__ inline float quotient(float x, float y, float r)
+{
+    const float z = x * r;
+    return fabsf(z) < 1e30f ? fmaf(fmaf(-z, y, x), r, z) : z;
+}
+
+/* ---- What others leave ------------------------------------------------------------------------------------------- */
+
+/* Which 64 keys and queries are wanted: not 0 at [batch][head][row] of the first of them, as the shifts are. any: whether
+ * there are such. */
+struct marked {
+    const int *any, *keys, *queries;
+};
+
+/* forward_split.cu, backward_split.cu: the plain problem for these rows, by so many blocks. split: all tensors. */
+heed_status heed_cuda_forward_marked(const args &a, const marked &only, int blocks, const heed_exec *x);
+heed_status heed_cuda_backward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
+                                      const heed_exec *x);
 
 /* ---- Registers to memory ----------------------------------------------------------------------------------------- */
 

@@ -1,0 +1,533 @@
+/* Backward for fp32 on Hopper, head sizes to 128: each operand is two numbers of fp16 (split.cuh), and what feeds the
+ * warpgroups is what feeds those of fp16 (backward_sm90_feed.cuh): to it a tensor of HEAD columns of fp32 is one of 2 HEAD
+ * columns of fp16. Without atomics, by two kernels that own rows and meet the other side 64 columns at a time:
+ *
+ *     dK, dV   64 keys. One warpgroup computes S^T, P and dV += P^T dO, the other dP^T, dS and dK += dS^T Q; P passes from
+ *              the first to the second in fp32
+ *     dQ       64 queries for each of two or three warpgroups, which do everything for them
+ *
+ * P carries 2^14. Each row of dS gets a power of two that brings its largest close to 2^15, so that it is far from fp16's
+ * smallest numbers; each tile's part of a result is summed by itself and added to the others in fp32.
+ *
+ * Where two numbers of fp16 do not hold what is needed for a score, or where something is infinite or not a number, the
+ * own rows are marked, and backward_split.cu computes them again. */
+#include "backward_sm90.cuh"
+#include "split_sm90.cuh"
+
+struct split_job {
+    backward_job job;
+    split_rows own[2], other[2];
+    int exact_below; /* where the shifts of Q and K add up to less, two numbers of fp16 are not enough */
+    int *any;        /* whether anything was marked */
+};
+
+template <int HEAD> struct dkv_shape;
+template <> struct dkv_shape<64> : backward_shape<true, 128, 64, 2, 4, 2, 0, 0, 4> {
+};
+template <> struct dkv_shape<128> : backward_shape<true, 256, 64, 1, 2, 2, 0, 0, 4> {
+};
+
+template <int HEAD> struct dq_shape;
+template <> struct dq_shape<64> : backward_shape<false, 128, 128, 2, 4, 2> {
+};
+template <> struct dq_shape<128> : backward_shape<false, 256, 128, 1, 2, 1> {
+};
+
+/* ---- Sums -------------------------------------------------------------------------------------------------------- */
+
+/* 64 rows of a result, in units of 2^-e for either of the lane's rows. */
+template <int HEAD> struct gradient {
+    float x[HEAD / 2];
+    int e[2];
+    __device__ gradient()
+    {
+        clear(x);
+        e[0] = e[1] = 1000;
+    }
+
+    /* += T, which is in units of 2^-by. */
+    __device__ void add(const float (&T)[HEAD / 2], const int (&by)[2])
+    {
+        if (__any_sync(~0u, by[0] < e[0] - 30 || by[1] < e[1] - 30)) { /* now and then, so that nothing overflows */
+            const int least[2] = { min(e[0], by[0]), min(e[1], by[1]) };
+            const float down[2] = { power(least[0] - e[0]), power(least[1] - e[1]) };
+#pragma unroll
+            for (int i = 0; i < HEAD / 2; i++)
+                x[i] *= down[i / 2 % 2];
+            e[0] = least[0], e[1] = least[1];
+        }
+        const float now[2] = { power(e[0] - by[0]) * given_back<COLUMNS / 16>,
+                               power(e[1] - by[1]) * given_back<COLUMNS / 16> };
+#pragma unroll
+        for (int i = 0; i < HEAD / 2; i++)
+            x[i] = fmaf(T[i], now[i / 2 % 2], x[i]);
+    }
+
+    /* Writes those of the rows that are there. at(r): of row r of 64. */
+    template <class Where> __device__ void write(float scale, const view &t, int width, int rows, Where at)
+    {
+#pragma unroll
+        for (int i = 0; i < HEAD / 2; i++)
+            x[i] = times_power(x[i] * scale, -e[i / 2 % 2]);
+        const int top = threadIdx.x / 32 % 4 * 16;
+        store_rows_fp32<HEAD, 1>((const float(&)[1][HEAD / 8][4]) x, t, width, false,
+                                 [&](int r) { return top + r < rows ? at(top + r) : NOWHERE; });
+    }
+};
+
+/* ---- Pointwise work ---------------------------------------------------------------------------------------------- */
+
+/* What takes S to exponents of 2. */
+template <int HEAD> __device__ inline float exponent_scale(const args &a, int shifts)
+{
+    return given_back<HEAD / 16> * LOG2E * fmaxf(fminf(times_power(a.scale, -shifts), 2e38f), 1.2e-38f);
+}
+
+/* S becomes P 2^14, with L(e) = log2 - 14 of element e. range: the columns that this lane's rows see. */
+template <class Terms>
+__device__ inline void weigh(float (&S)[COLUMNS / 2], float c, bool whole, const int2 *range, int column, Terms L)
+{
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e++)
+        S[e] = exp2_fast(fmaf(S[e], c, -L(e)));
+    if (whole)
+        return;
+    const int low[2] = { range[0].x - column, range[8].x - column };
+    const int high[2] = { range[0].y - column, range[8].y - column };
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e++) {
+        const int i = column_of(e), r = e / 2 % 2;
+        S[e] = i >= low[r] && i < high[r] ? S[e] : 0.0f;
+    }
+}
+
+/* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14. */
+template <class Weights, class Terms>
+__device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weights P, Terms delta, int (&by)[2])
+{
+    for (; shifts > 100; shifts -= 100) /* so that its power of two is a number of fp32 */
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            dP[e] *= power(-100);
+    const float down = power(max(-126, min(127, -shifts))) * given_back<4>;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i++) {
+        const float4 four = P(i);
+        const float weights[4] = { four.x, four.y, four.z, four.w };
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            dP[4 * i + e] = fmaf(dP[4 * i + e], down, -delta(4 * i + e)) * weights[e];
+    }
+    raise_rows((float(&)[1][COLUMNS / 8][4]) dP, by);
+    by[0] += TOP, by[1] += TOP;
+}
+
+/* ---- Keys -------------------------------------------------------------------------------------------------------- */
+
+enum { PASS_FULL = 3, PASS_FREE = 5 }; /* named barriers, two of each */
+
+/* The tiles that a piece of keys meets: queries of all heads that share the keys. */
+struct met {
+    int h, column, at; /* at: where its shifts are */
+};
+
+__device__ inline met first_met(const split_job &p, const piece &w)
+{
+    const int h = w.head * p.job.a.G;
+    return { h, w.start, (int)split_at(p.other[0], w.other_batch, h, w.other_row + w.start) };
+}
+
+__device__ inline void next_met(met &m, const split_job &p, const piece &w)
+{
+    m.column += COLUMNS, m.at += COLUMNS;
+    if (m.column >= w.start + w.tiles * COLUMNS)
+        m.column = w.start, m.h++, m.at = (int)split_at(p.other[0], w.other_batch, m.h, w.other_row + w.start);
+}
+
+template <int HEAD, class C> __device__ inline void values_role(const split_job &p, backward_shared<C> &s)
+{
+    const args &a = p.job.a;
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
+        if (!uniform(w.exists))
+            break;
+        const int all = uniform(w.tiles) * a.G;
+        const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
+        const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
+        met m = first_met(p, w);
+        gradient<HEAD> dV;
+        operand hi, lo;
+        /* From S to P of a tile, which is handed over. */
+        const auto finish = [&](float(&S)[COLUMNS / 2]) {
+            const float *const L = s.L[tile % C::FIRST] + lane % 4 * 2;
+            weigh(S, exponent_scale<HEAD>(a, k_shift + p.other[0].shifts[m.at].s),
+                  m.column >= w.inside[0] && m.column + COLUMNS <= w.outside[0], &s.range[slot][row],
+                  m.column + lane % 4 * 2, [&](int e) { return L[column_of(e)]; });
+            release_first(s, tile);
+            named_sync(PASS_FREE + tile % 2, 256);
+            float4 *const to = (float4 *)s.pass[tile % 2 * 2] + threadIdx.x % 128;
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 8; i++)
+                to[i * 128] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
+            named_arrive(PASS_FULL + tile % 2, 256);
+        };
+        const auto add = [&](const float(&T)[HEAD / 2], int shift) {
+            release_second(s, tile - 1);
+            const int by[2] = { shift + TOP, shift + TOP };
+            dV.add(T, by);
+        };
+        int shift = 0; /* of dO of the tile before */
+        if (all) {
+            float S[COLUMNS / 2];
+            wait_first(s, tile);
+            multiply_scores<HEAD, C::ROWS>(S, K, first_tile(s, tile)); /* S^T = K Q^T */
+            finish(S);
+            split_weights(hi, lo, S);
+            shift = p.other[1].shifts[m.at].s;
+            tile++;
+        }
+#pragma unroll 1
+        for (int j = 1; j < all; j++, tile++) {
+            float S[COLUMNS / 2], T[HEAD / 2];
+            next_met(m, p, w);
+            wait_first(s, tile);
+            wait_second(s, tile - 1);
+            multiply_both<HEAD, C::ROWS>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1));
+            finish(S);
+            keep_order(tile);
+            wgmma_wait<0>();
+            add(T, shift); /* dV += P^T dO of the tile before */
+            split_weights(hi, lo, S);
+            shift = p.other[1].shifts[m.at].s;
+        }
+        if (all) {
+            float T[HEAD / 2];
+            wait_second(s, tile - 1);
+            multiply_values<HEAD>(T, hi, lo, second_tile(s, tile - 1));
+            add(T, shift);
+        }
+        if (a.d_v.data)
+            dV.write(1.0f, a.d_v, a.Dv, w.rows,
+                     [&](int r) { return row_at(a.d_v, w.batch, w.head, a.col + (w.memory_row + r) * a.col_step); });
+        release(&s.own_free[slot]);
+    }
+    named_sync(PASS_FREE, 256); /* the other's last arrivals */
+    named_sync(PASS_FREE + 1, 256);
+}
+
+template <int HEAD, class C> __device__ inline void keys_role(const split_job &p, backward_shared<C> &s)
+{
+    const args &a = p.job.a;
+    const int lane = threadIdx.x % 32;
+    named_arrive(PASS_FREE, 256);
+    named_arrive(PASS_FREE + 1, 256);
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
+        if (!uniform(w.exists))
+            return;
+        const int all = uniform(w.tiles) * a.G;
+        const uint64_t V = tile_at(shared_address(s.own[0][1]) + slot * (int)sizeof(s.own[0]));
+        const int own = (int)split_at(p.own[0], w.batch, w.head, w.memory_row);
+        bool again = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
+        met m = first_met(p, w);
+        gradient<HEAD> dK;
+        operand hi, lo;
+        int by[2] = {}; /* of dS Q of the tile before */
+        /* From dP to dS of a tile. */
+        const auto finish = [&](float(&dP)[COLUMNS / 2], int(&raised)[2]) {
+            const float *const delta = s.delta[tile % C::SECOND] + lane % 4 * 2;
+            const float4 *const from = (const float4 *)s.pass[tile % 2 * 2] + threadIdx.x % 128;
+            const shift g = p.other[1].shifts[m.at];
+            again |= g.strange;
+            named_sync(PASS_FULL + tile % 2, 256);
+            wait_first(s, tile); /* Q for the next round */
+            differentiate(
+                dP, p.own[1].shifts[own].s + g.s, [&](int i) { return from[i * 128]; },
+                [&](int e) { return delta[column_of(e)]; }, raised);
+            named_arrive(PASS_FREE + tile % 2, 256);
+            release_second(s, tile);
+        };
+        const auto add = [&](const float(&T)[HEAD / 2]) {
+            release_first(s, tile - 1);
+            dK.add(T, by);
+        };
+        const auto look_at_q = [&](const int(&raised)[2]) {
+            const shift q = p.other[0].shifts[m.at];
+            again |= q.strange || p.own[0].shifts[own].s + q.s < p.exact_below;
+            by[0] = raised[0] + q.s, by[1] = raised[1] + q.s;
+        };
+        if (all) {
+            float dP[COLUMNS / 2];
+            int raised[2];
+            wait_second(s, tile);
+            multiply_scores<HEAD, C::ROWS>(dP, V, second_tile(s, tile)); /* dP^T = V dO^T */
+            finish(dP, raised);
+            split_weights(hi, lo, dP);
+            look_at_q(raised);
+            tile++;
+        }
+#pragma unroll 1
+        for (int j = 1; j < all; j++, tile++) {
+            float dP[COLUMNS / 2], T[HEAD / 2];
+            int raised[2];
+            next_met(m, p, w);
+            wait_second(s, tile);
+            multiply_both_values_first<HEAD, C::ROWS>(dP, V, second_tile(s, tile), T, hi, lo, first_tile(s, tile - 1));
+            add(T); /* dK += dS^T Q of the tile before */
+            keep_order(tile);
+            wgmma_wait<0>();
+            finish(dP, raised);
+            split_weights(hi, lo, dP);
+            look_at_q(raised);
+        }
+        if (all) {
+            float T[HEAD / 2];
+            multiply_values<HEAD>(T, hi, lo, first_tile(s, tile - 1));
+            add(T);
+        }
+        if (a.d_k.data)
+            dK.write(a.scale, a.d_k, a.D, w.rows,
+                     [&](int r) { return row_at(a.d_k, w.batch, w.head, a.col + (w.memory_row + r) * a.col_step); });
+        if (again && threadIdx.x % 128 == 0)
+            p.own[0].marks[own] = *p.any = 1;
+        release(&s.own_free[slot]);
+    }
+}
+
+template <int HEAD>
+__global__ void __launch_bounds__(dkv_shape<HEAD>::THREADS, 1) dkv_sm90split(const __grid_constant__ split_job p)
+{
+    typedef dkv_shape<HEAD> C;
+    extern __shared__ __align__(1024) char memory[];
+    auto &s = *(backward_shared<C> *)memory;
+    init_barriers(s);
+    const int group = uniform(threadIdx.x / 128);
+    if (group == C::CONSUMERS) {
+        fewer_registers<C::FEW>();
+        produce<C>(p.job, s);
+        return;
+    }
+    more_registers<C::MANY>();
+    if (group == 0)
+        values_role<HEAD, C>(p, s);
+    else
+        keys_role<HEAD, C>(p, s);
+}
+
+/* ---- Queries ----------------------------------------------------------------------------------------------------- */
+
+template <int HEAD, class C, int GROUP> __device__ inline void queries_role(const split_job &p, backward_shared<C> &s)
+{
+    const args &a = p.job.a;
+    const int lane = threadIdx.x % 32, row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
+        if (!uniform(w.exists))
+            return;
+        const uint64_t Q = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
+        const uint64_t dO = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
+        const int64_t at = ((int64_t)w.batch * a.Hq + w.head) * p.job.pitch + w.memory_row;
+        const int r0 = min(row, w.rows - 1), r1 = min(row + 8, w.rows - 1); /* rows that do not exist see no column */
+        const float L[2] = { p.job.L[at + r0], p.job.L[at + r1] };
+        const float delta[2] = { p.job.delta[at + r0], p.job.delta[at + r1] };
+        const int64_t own = split_at(p.own[0], w.batch, w.head, w.memory_row) + (GROUP * 64 < w.rows ? GROUP * 64 : 0);
+        const int q_shift = p.own[0].shifts[own].s, g_shift = p.own[1].shifts[own].s;
+        bool again = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
+        const int inside = uniform(w.inside[GROUP]), outside = uniform(w.outside[GROUP]);
+        const int begin = uniform(w.begin[GROUP]), end = uniform(w.end[GROUP]), tiles = uniform(w.tiles);
+        int column = w.start + begin * COLUMNS;
+        int met = (int)split_at(p.other[0], w.other_batch, w.head / a.G, w.other_row + column);
+        gradient<HEAD> dQ;
+        operand hi, lo;
+        int by[2] = {}, before = 0; /* of dS and K of the tile before */
+        tile = skip(s, tile, begin);
+        /* From S of a tile to dS. */
+        const auto finish = [&](float(&S)[COLUMNS / 2], int k_shift) {
+            weigh(S, exponent_scale<HEAD>(a, q_shift + k_shift), column >= inside && column + COLUMNS <= outside,
+                  &s.range[slot][row], column + lane % 4 * 2, [&](int e) { return L[e / 2 % 2]; });
+        };
+        const auto add = [&](const float(&T)[HEAD / 2]) {
+            release_first(s, tile - 1);
+            const int all_of_it[2] = { by[0] + before, by[1] + before };
+            dQ.add(T, all_of_it);
+        };
+#pragma unroll 1
+        for (int j = begin; j < end; j++, tile++, column += COLUMNS, met += COLUMNS) {
+            float S[COLUMNS / 2], dP[COLUMNS / 2];
+            wait_first(s, tile);
+            if (j == begin) {
+                multiply_scores<HEAD, C::ROWS>(S, Q, first_tile(s, tile)); /* S = Q K^T */
+                finish(S, p.other[0].shifts[met].s);
+            } else {
+                float T[HEAD / 2];
+                multiply_both<HEAD, C::ROWS>(S, Q, first_tile(s, tile), T, hi, lo, first_tile(s, tile - 1));
+                finish(S, p.other[0].shifts[met].s);
+                keep_order(tile);
+                wgmma_wait<0>();
+                add(T); /* dQ += dS K of the tile before */
+            }
+            wait_second(s, tile);
+            multiply_scores<HEAD, C::ROWS>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
+            release_second(s, tile);
+            const shift k = p.other[0].shifts[met], v = p.other[1].shifts[met];
+            again |= k.strange || v.strange || q_shift + k.s < p.exact_below;
+            differentiate(
+                dP, g_shift + v.s,
+                [&](int i) { return make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]); },
+                [&](int e) { return delta[e / 2 % 2]; }, by);
+            before = k.s;
+            split_weights(hi, lo, dP);
+        }
+        if (begin < end) {
+            float T[HEAD / 2];
+            multiply_values<HEAD>(T, hi, lo, first_tile(s, tile - 1));
+            add(T);
+        }
+        tile = skip(s, tile, tiles - end);
+        dQ.write(a.scale, a.d_q, a.D, w.rows - GROUP * 64,
+                 [&](int r) { return row_at(a.d_q, w.batch, w.head, w.memory_row + GROUP * 64 + r); });
+        if (again && GROUP * 64 < w.rows && threadIdx.x % 128 == 0)
+            p.own[0].marks[own] = *p.any = 1;
+        release(&s.own_free[slot]);
+    }
+}
+
+template <int HEAD>
+__global__ void __launch_bounds__(dq_shape<HEAD>::THREADS, 1) dq_sm90split(const __grid_constant__ split_job p)
+{
+    typedef dq_shape<HEAD> C;
+    extern __shared__ __align__(1024) char memory[];
+    auto &s = *(backward_shared<C> *)memory;
+    init_barriers(s);
+    const int group = uniform(threadIdx.x / 128);
+    if (group == C::CONSUMERS) {
+        fewer_registers<C::FEW>();
+        produce<C>(p.job, s);
+        return;
+    }
+    more_registers<C::MANY>();
+    if (group == 0)
+        queries_role<HEAD, C, 0>(p, s);
+    else if (group == 1)
+        queries_role<HEAD, C, 1>(p, s);
+    else if (C::CONSUMERS == 3)
+        queries_role<HEAD, C, C::CONSUMERS - 1>(p, s);
+}
+
+/* ---- Launch ------------------------------------------------------------------------------------------------------ */
+
+struct split_space {
+    split_tensors split;
+    piece_table keys, queries;
+};
+
+/* Returns the bytes that it takes. */
+static size_t lay_out(const heed_problem *p, void *memory, split_space *s)
+{
+    const int64_t rows = p->a.q.shape[0] * p->Hq * p->a.q.shape[2];
+    workspace space = { (char *)memory, split_place(p, SPLIT_ALL, (char *)memory, s->split) };
+    split_tensors &split = s->split;
+    space.bytes = (space.bytes + 15) / 16 * 16;
+    split.L = (float *)space.take(rows * sizeof(float));
+    split.delta = (float *)space.take(rows * sizeof(float));
+    split.zeros = (int *)space.take(3 * sizeof(int));
+    split.k.marks = (int *)space.take(p->a.k.shape[0] * p->Hk * split.k.head_rows * sizeof(int));
+    split.q.marks = (int *)space.take(rows * sizeof(int));
+    const bool narrow = split_width_of(p) == 64;
+    heed_sm90_take_table(&space, &s->keys, p, &p->a.k, SPLIT_ROWS, COLUMNS);
+    heed_sm90_take_table(&space, &s->queries, p, &p->a.q, narrow ? dq_shape<64>::ROWS : dq_shape<128>::ROWS, COLUMNS);
+    return space.bytes;
+}
+
+/* Rows of a split k or v that are there. */
+static int64_t keys_of(const args &a)
+{
+    return a.offsets_k ? a.k_rows : a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
+}
+
+/* One of the two kernels: for the own side and the other. */
+template <class C, class Kernel>
+static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, const split_rows (&own)[2],
+                       const split_rows (&other)[2], int64_t own_rows, int64_t other_rows, int units,
+                       const heed_exec *x)
+{
+    static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
+    const args &a = p.job.a;
+    const int heads = C::KEYS ? a.Hk : a.Hq, queries = a.offsets_q ? 1 : a.B, keys = a.offsets_k ? 1 : a.B;
+    backward_job &job = p.job;
+    job.pieces = pieces.pieces, job.ranges = pieces.ranges, job.lengths = pieces.lengths;
+    job.tiles = pieces.tiles, job.count = pieces.tiles * a.B * heads;
+    job.together = heed_sm90_heads_together(a, a.B * heads, other_rows * (C::KEYS ? a.G : 1) * C::D * 4);
+    heed_status status = HEED_OK;
+    for (int i = 0; i < 2 && !status; i++) {
+        p.own[i] = own[i], p.other[i] = other[i];
+        status = split_map(&job.own[i], own[i], C::D / 2, own_rows, C::KEYS ? keys : queries, C::ROWS);
+        if (!status)
+            status = split_map(&job.other[i], other[i], C::D / 2, other_rows, C::KEYS ? queries : keys, COLUMNS);
+    }
+    return status ? status : launch(kernel, HEED_MIN(units, job.count), C::THREADS, sizeof(backward_shared<C>), x, p);
+}
+
+template <int HEAD> static heed_status run_both(split_job &p, const split_space &s, int units, const heed_exec *x)
+{
+    const int64_t keys = keys_of(p.job.a);
+    const args &a = p.job.a;
+    const split_tensors &split = s.split;
+    heed_status status = HEED_OK;
+    p.job.counter = split.zeros;
+    if (a.d_k.data || a.d_v.data)
+        status = run<dkv_shape<HEAD>>(dkv_sm90split<HEAD>, p, s.keys, { split.k, split.v }, { split.q, split.d_o },
+                                      keys, a.q_rows, units, x);
+    p.job.counter = split.zeros + 1;
+    if (a.d_q.data && !status)
+        status = run<dq_shape<HEAD>>(dq_sm90split<HEAD>, p, s.queries, { split.q, split.d_o }, { split.k, split.v },
+                                     a.q_rows, keys, units, x);
+    return status;
+}
+
+size_t heed_backward_workspace_sm90split(const heed_problem *p, const heed_plan *plan)
+{
+    (void)plan;
+    split_space s = {};
+    return lay_out(p, NULL, &s) + heed_cuda_delta_bytes(p);
+}
+
+heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    split_space s = {};
+    split_job job = {};
+    const prologue start(p, x, lay_out(p, x->workspace, &s));
+    const args &a = start.a;
+    split_tensors again = s.split; /* as backward_split.cu wants them */
+    again.L = again.delta = NULL, again.zeros = NULL;
+    again.k.marks = again.q.marks = NULL;
+    s.split.facts = NULL;
+    job.job.a = a, job.job.L = s.split.L, job.job.delta = s.split.delta, job.job.pitch = a.q_rows;
+    job.exact_below = split_exact_below(a), job.any = s.split.zeros + 2;
+    heed_status status = start.status;
+    if (!status &&
+        (!heed_elements(&p->a.q) || keys_of(a) == 0)) { /* the sums are over nothing, and there are no maps */
+        const heed_gradient &g = p->g;
+        status = heed_cuda_fill(a.d_q, g.d_q.shape, 0.0f, x);
+        status = status ? status : heed_cuda_fill(a.d_k, g.d_k.shape, 0.0f, x);
+        return status ? status : heed_cuda_fill(a.d_v, g.d_v.shape, 0.0f, x);
+    }
+    if (!status)
+        status = heed_cuda_split(a, s.split, NULL, x);
+    if (!status)
+        status = heed_sm90_find_pieces(a, s.keys, s.queries, x);
+    if (!status)
+        status = split_width(a) == 64 ? run_both<64>(job, s, plan->device.units, x)
+                                      : run_both<128>(job, s, plan->device.units, x);
+    if (!status)
+        status = heed_cuda_split(a, again, job.any, x);
+    const marked only = { job.any, s.split.k.marks, s.split.q.marks };
+    return status ? status : heed_cuda_backward_marked(a, again, only, 2 * plan->device.units, x);
+}

@@ -1,0 +1,314 @@
+/* Forward for fp32 on Hopper, head sizes to 128: each operand is two numbers of fp16 (split.cuh), and the rest is like
+ * forward_sm90.cuh, whose planner and loader serve here too. To them a tensor of D columns of fp32 is one of 2 D columns
+ * of fp16, which a pass before the kernel has written: hi, then lo. Two or three warpgroups of 64 rows each compute
+ *
+ *     S = Qlo Khi + Qhi Klo + Qhi Khi     P = 2^(c S - c m)     O += Plo Vhi + Phi Vlo + Phi Vhi
+ *
+ * over the keys from the last to the first, 64 at a time. The tensor core cuts where fp32 rounds, so each 64 keys of O are
+ * summed by themselves and added to the others in fp32. The next S is in the tensor core together with the present O.
+ *
+ * Where two numbers of fp16 do not hold what is needed for a score, or where something is infinite or not a number, the
+ * rows are marked, and forward_split.cu computes them again. */
+#include "forward_sm90.cuh"
+#include "split_sm90.cuh"
+
+template <int D_, int GROUPS_, int STAGES_> struct split_shape {
+    static constexpr int HEAD = D_, D = 2 * D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = SPLIT_ROWS, ALIGNED = KEYS;
+    static constexpr int STAGES = STAGES_, THREADS = 128 + 128 * GROUPS;
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, REGISTERS = GROUPS == 3 ? 160 : 232;
+    static __device__ int part(int group, int n)
+    {
+        return forward_shape<D, GROUPS, KEYS, STAGES, true>::part(group, n);
+    }
+};
+
+/* P carries 2^12, and a maximum that grew by less than 2 (2^2.9 in P) is left. */
+constexpr int P_TOP = 12;
+constexpr float GROWTH = 2.0f;
+
+struct split_order {
+    tile_order order;
+    int exact_below; /* where the shifts of Q and K add up to less, two numbers of fp16 are not enough */
+};
+
+/* ---- Softmax ----------------------------------------------------------------------------------------------------- */
+
+/* S becomes P, with maxima in units of the logits: c = scale 2^-shifts changes from block to block. True: O has to be
+ * multiplied with the factors. */
+template <class S> __device__ inline bool weigh_split(float (&s)[S::KEYS / 2], row_state &x, float c)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float most = s[2 * r];
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++)
+            most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+        most = fmaxf(x.m[r], quad_max(most) * c);
+        if (most - x.m[r] < GROWTH)
+            most = x.m[r];
+        x.offset[r] = most == -CUDART_INF_F ? 0.0f : offset_of(most, P_TOP);
+        x.factor[r] = x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast(offset_of(x.m[r], P_TOP) - x.offset[r]);
+        x.l[r] *= x.factor[r];
+        x.m[r] = most;
+    }
+    exponentials<S>(s, x, c * LOG2E);
+    return __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
+}
+
+/* ---- The warpgroups ---------------------------------------------------------------------------------------------- */
+
+/* O += T, in units of 2^-least, the least shift of the V so far. */
+template <int N> __device__ inline void promote(float (&O)[N], const float (&T)[N], int shift, int &least)
+{
+    if (shift < least) {
+        const float down = power(max(shift - least, -127));
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            O[i] *= down;
+        least = shift;
+    }
+    const float now = power(max(least - shift, -127)) * given_back<SPLIT_ROWS / 16>;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        O[i] = fmaf(T[i], now, O[i]);
+}
+
+template <class S>
+__device__ inline void write_rows(float (&O)[S::HEAD / 2], const row_state &x, int least, const args &a,
+                                  const forward_work<S::ROWS> &w, int row)
+{
+    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, w.h, 0)) : -CUDART_INF_F;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int i = row + 8 * r;
+        float lse;
+        const float sum = finish_row(quad_sum(x.l[r]), x.m[r], offset_of(x.m[r], P_TOP), sink, lse),
+                    inverse = 1.0f / sum;
+#pragma unroll
+        for (int n = 0; n < S::HEAD / 4; n++) {
+            float &o = O[n / 2 * 4 + 2 * r + n % 2];
+            o = sum == 0.0f ? 0.0f : times_power(quotient(o, sum, inverse), -least);
+        }
+        if (a.lse.data && threadIdx.x % 4 == 0 && i < w.rows)
+            store(a.lse, row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i), lse);
+    }
+    const int row0 = row - threadIdx.x % 32 / 4;
+    store_rows_fp32<S::HEAD, 1>((const float(&)[1][S::HEAD / 8][4]) O, a.o, a.Dv, false, [&](int r) {
+        return row0 + r < w.rows ? row_at(a.o, w.s.q_batch, w.h, w.s.q_row + w.i0 + row0 + r) : NOWHERE;
+    });
+}
+
+template <class S>
+__device__ inline void consume_split(forward_shared<S> &sh, const args &a, const split_tensors &split,
+                                     const split_order &by)
+{
+    constexpr int K_BYTES = sizeof sh.K[0], V_BYTES = sizeof sh.V[0];
+    const auto group = []() { return uniform(threadIdx.x / 128) - 1; }; /* not kept: there are few registers */
+    const uint32_t k_full = shared_address(sh.k_full), v_full = shared_address(sh.v_full),
+                   k_empty = shared_address(sh.k_empty), v_empty = shared_address(sh.v_empty);
+    const uint64_t Q = tile_at(shared_address(sh.Q) + group() * (int)sizeof sh.Q[0]),
+                   K0 = tile_at(shared_address(sh.K)), V0 = tile_at(shared_address(sh.V), S::KEYS * 128);
+    ring<S::STAGES> at; /* of V; K of a block comes before V of the one before it */
+    const auto release = [&](uint32_t empty) {
+        if (threadIdx.x % 32 == 0)
+            arrive(empty);
+    };
+#pragma unroll 1
+    for (int n = 0;; n++) {
+        wait(shared_address(&sh.q_full[group()]), n % 2);
+        const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
+        if (w.rows == 0)
+            return;
+        const auto part = [&]() { return S::part(group(), n); };
+        const auto row = [&]() { return part() * 64 + (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4; };
+        const int seen = w.seen[part()];
+#pragma unroll 1
+        for (int unseen = w.blocks - seen; unseen > 0; unseen--) {
+            wait(k_full + 8 * at.at(), at.parity());
+            release(k_empty + 8 * at.at());
+            wait(v_full + 8 * at.at(), at.parity());
+            release(v_empty + 8 * at.at());
+            at.next();
+        }
+        const int at_first = (int)split_at(split.k, w.s.k_batch, w.hk, w.s.k_row + w.first); /* rows are below 2^31 */
+        const int own = w.s.q_row + w.i0 + (part() * 64 < w.rows ? part() * 64 : 0);
+        const int q_shift = shift_at(split.q, w.s.q_batch, w.h, own).s;
+        bool again = shift_at(split.q, w.s.q_batch, w.h, own).strange;
+        row_state x = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {}, { 1.0f, 1.0f } };
+        float O[S::HEAD / 2];
+#pragma unroll
+        for (int i = 0; i < S::HEAD / 2; i++)
+            O[i] = 0.0f;
+        int least = 1000, j = seen - 1;
+        operand hi, lo;
+        /* S of block j to P; true: O has to be multiplied with the factors. */
+        const auto weigh = [&](float(&s)[S::KEYS / 2], int j, const shift &k) {
+            const int shifts = q_shift + k.s;
+            again |= shifts < by.exact_below || k.strange;
+            const float c = given_back<S::HEAD / 16> *
+                            fmaxf(fminf(times_power(a.scale, -shifts), 3e38f), 1.2e-38f); /* as 0 -inf would be NaN */
+            if (j < w.clear_from || j >= w.clear_to)
+                hide<S>(s, w, row(), w.first + j * S::KEYS + (int)threadIdx.x % 4 * 2);
+            return weigh_split<S>(s, x, c);
+        };
+        if (seen > 0) {
+            float s[S::KEYS / 2];
+            const shift k = split.k.shifts[at_first + j * S::KEYS];
+            wait(k_full + 8 * at.at(), at.parity());
+            multiply_scores<S::HEAD, 64>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
+            release(k_empty + 8 * at.at());
+            weigh(s, j, k);
+            split_weights(hi, lo, s);
+        }
+#pragma unroll 1
+        for (; j > 0; j--) { /* P V of block j and S of the one before it */
+            float s[S::KEYS / 2], T[S::HEAD / 2];
+            const ring<S::STAGES> next = { at.count + 1 };
+            wait(k_full + 8 * next.at(), next.parity());
+            wait(v_full + 8 * at.at(), at.parity());
+            multiply_both<S::HEAD, 64>(s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo,
+                                       on(V0, uniform(at.at()) * V_BYTES));
+            const shift k = split.k.shifts[at_first + (j - 1) * S::KEYS];
+            release(k_empty + 8 * next.at());
+            const bool grew = weigh(s, j - 1, k);
+            const shift v = split.v.shifts[at_first + j * S::KEYS];
+            again |= v.strange;
+            keep_order(__float_as_int(x.l[0] + x.l[1]));
+            wgmma_wait<0>();
+            release(v_empty + 8 * at.at());
+            promote(O, T, v.s, least);
+            if (grew)
+#pragma unroll
+                for (int i = 0; i < S::HEAD / 2; i++)
+                    O[i] *= x.factor[i / 2 % 2];
+            split_weights(hi, lo, s);
+            at.next();
+        }
+        release(shared_address(&sh.q_empty[group()]));
+        if (j == 0) {
+            float T[S::HEAD / 2];
+            const shift v = split.v.shifts[at_first];
+            again |= v.strange;
+            wait(v_full + 8 * at.at(), at.parity());
+            multiply_values<S::HEAD>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
+            release(v_empty + 8 * at.at());
+            promote(O, T, v.s, least);
+            at.next();
+        }
+        write_rows<S>(O, x, least, a, w, row());
+        const int first_row = part() * 64;
+        if (again && threadIdx.x % 128 == 0 && first_row < w.rows)
+            split.q.marks[split_at(split.q, w.s.q_batch, w.h, w.s.q_row + w.i0 + first_row)] = split.zeros[2] = 1;
+        __syncwarp();
+        release(shared_address(&sh.closed[n % AHEAD]));
+    }
+}
+
+/* ---- The kernel -------------------------------------------------------------------------------------------------- */
+
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    forward_sm90split(const __grid_constant__ args a, const __grid_constant__ tensor_map q,
+                      const __grid_constant__ tensor_map k, const __grid_constant__ tensor_map v,
+                      const __grid_constant__ split_tensors split, const __grid_constant__ split_order by)
+{
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(1024) char memory[];
+    auto &sh = *(forward_shared<S> *)memory;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::GROUPS; i++)
+            barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
+        for (int i = 0; i < S::STAGES; i++) {
+            barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 4 * S::GROUPS);
+            barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
+        }
+        for (int i = 0; i < AHEAD; i++)
+            barrier_init(shared_address(&sh.planned[i]), 32),
+                barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS + 1);
+        barrier_init(shared_address(&sh.v_landed), 1);
+        barrier_init_done();
+        prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        fewer_registers<S::PRODUCER_REGISTERS>();
+        int tiles = 0;
+        if (threadIdx.x < 32) {
+            loader<S> l = { sh, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
+            l.run();
+        } else if (threadIdx.x < 64)
+            plan_tiles<S>(sh, a, by.order, tiles, false);
+        else if (threadIdx.x == 64)
+            fetch_q<S>(sh, q, tiles);
+    } else {
+        more_registers<S::REGISTERS>();
+        consume_split<S>(sh, a, split, by);
+    }
+#endif
+}
+
+/* ---- Launching --------------------------------------------------------------------------------------------------- */
+
+template <class S> static heed_status run(const args &a, const split_tensors &split, int units, const heed_exec *x)
+{
+    static_assert(sizeof(forward_shared<S>) <= 227 * 1024, "shared memory of one block");
+    const int64_t tiles = tiles_of(a.Sq, S::ROWS), heads = (int64_t)a.B * a.Hq, total = tiles * heads;
+    if (total == 0)
+        return HEED_OK;
+    if (total > INT32_MAX - 1024)
+        return heed_fail(HEED_UNSUPPORTED, "the problem has %lld tiles, a launch holds %d", (long long)total,
+                         INT32_MAX - 1024);
+    const int q_batches = a.offsets_q ? 1 : a.B, k_batches = a.offsets_k ? 1 : a.B;
+    tensor_map q, k, v;
+    const int64_t keys = a.offsets_k ? a.k_rows : a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
+    const bool any = keys > 0; /* no key: nothing will be loaded, but a map must show something */
+    heed_status status = split_map(&q, split.q, S::HEAD, a.q_rows, q_batches, 64);
+    if (!status)
+        status = split_map(&k, any ? split.k : split.q, S::HEAD, any ? keys : a.q_rows, k_batches, S::KEYS);
+    if (!status)
+        status = split_map(&v, any ? split.v : split.q, S::HEAD, any ? keys : a.q_rows, k_batches, S::KEYS);
+    if (status)
+        return status;
+    const int64_t cached = (int64_t)32 << 20, head_bytes = HEED_MAX(keys, 1) * S::D * 4;
+    const int64_t blocks = HEED_MIN(total, units);
+    const bool even = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q && a.Sq % S::ROWS == 0;
+    const int64_t group = even ? heads : HEED_MIN(heads, HEED_MAX(1, cached / head_bytes) * a.G);
+    const split_order by = { { (int)tiles,
+                               (int)heads,
+                               even,
+                               (int)group,
+                               (int)tiles_of(group * tiles, blocks),
+                               (int)(group * tiles % blocks),
+                               { 1, INT32_MAX, NULL, NULL } },
+                             split_exact_below(a) };
+    return launch(forward_sm90split<S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, split, by);
+}
+
+static size_t lay_out(const heed_problem *p, void *memory, split_tensors &split)
+{
+    const size_t used = split_place(p, SPLIT_KEYS | SPLIT_QUERIES, (char *)memory, split);
+    split.zeros = (int *)((char *)memory + used);
+    split.q.marks = split.zeros + 3;
+    return used + (size_t)(3 + p->a.q.shape[0] * p->Hq * p->a.q.shape[2]) * sizeof(int);
+}
+
+size_t heed_forward_workspace_sm90split(const heed_problem *p, const heed_plan *plan)
+{
+    (void)plan;
+    split_tensors split = {};
+    return lay_out(p, NULL, split);
+}
+
+heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    const prologue start(p, x);
+    const args &a = start.a;
+    const int units = plan->device.units;
+    split_tensors split = {};
+    lay_out(p, x->workspace, split);
+    heed_status status = start.status ? start.status : heed_cuda_split(a, split, NULL, x);
+    if (!status)
+        status = split_width(a) == 64 ? run<split_shape<64, 3, 4>>(a, split, units, x)
+                                      : run<split_shape<128, 2, 2>>(a, split, units, x);
+    return status ? status : heed_cuda_forward_marked(a, { split.zeros + 2, NULL, split.q.marks }, 2 * units, x);
+}

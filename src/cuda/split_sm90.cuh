@@ -1,0 +1,166 @@
+/* Products of split operands (split.cuh) by Hopper's tensor core, over tiles of 64 columns:
+ *
+ *     S = A B^T   A and B in shared memory: a tile of 2 HEAD columns of fp16, hi and then lo, where lo carries 2^11
+ *     T = P B     P in registers, where lo carries nothing
+ *
+ * Small products come first, so that only the last third of the additions rounds at full size, and one set of sums is
+ * enough: the small part of S is multiplied by 2^-11 before the large one joins it, and what meets Blo is Phi 2^-11. So
+ * each product has a start and a finish, and something to lower between them when the start is done. */
+#ifndef HEED_CUDA_SPLIT_SM90_CUH
+#define HEED_CUDA_SPLIT_SM90_CUH
+
+#include "split.cuh"
+#include "tile_sm90.cuh"
+
+/* S += A B^T, of one part of A, of A_ROWS rows, and one of B, named by where they begin. keep = 0: S = A B^T. */
+template <int HEAD, int A_ROWS>
+__device__ inline void multiply_parts(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, int keep)
+{
+#pragma unroll
+    for (int k = 0; k < HEAD / 16; k++)
+        wgmma<__half, SPLIT_ROWS>::template shared<0, 0>(S, on(A, k / 4 * A_ROWS * 128 + k % 4 * 32),
+                                                         on(B, k / 4 * SPLIT_ROWS * 128 + k % 4 * 32), k ? 1 : keep);
+}
+
+template <int HEAD, int A_ROWS> __device__ inline void start_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+{
+    multiply_parts<HEAD, A_ROWS>(S, on(A, HEAD / 64 * A_ROWS * 128), B, 0);
+    multiply_parts<HEAD, A_ROWS>(S, A, on(B, HEAD / 64 * SPLIT_ROWS * 128), 1);
+}
+
+__device__ inline void lower(float (&S)[SPLIT_ROWS / 2])
+{
+#pragma unroll
+    for (int i = 0; i < SPLIT_ROWS / 2; i++)
+        S[i] *= SMALL;
+}
+
+template <int HEAD, int A_ROWS> __device__ inline void finish_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+{
+    multiply_parts<HEAD, A_ROWS>(S, A, B, 1);
+}
+
+/* P as two operands. */
+typedef uint32_t operand[SPLIT_ROWS / 16][4];
+
+__device__ inline void split_weights(operand &hi, operand &lo, const float (&P)[SPLIT_ROWS / 2])
+{
+#pragma unroll
+    for (int i = 0; i < SPLIT_ROWS / 4; i++) {
+        uint32_t &h = hi[i / 4][i % 4];
+        h = pack<__half>(P[2 * i], P[2 * i + 1]);
+        const float2 back = __half22float2(*(const __half2 *)&h);
+        lo[i / 4][i % 4] = pack<__half>(P[2 * i] - back.x, P[2 * i + 1] - back.y);
+    }
+}
+
+template <int HEAD> __device__ inline void start_values(float (&T)[HEAD / 2], const operand &lo, uint64_t B)
+{
+    multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, B, 0);
+}
+
+/* Phi 2^-11 in the place of Plo. */
+__device__ inline void lower(operand &lo, const operand &hi)
+{
+#pragma unroll
+    for (int i = 0; i < SPLIT_ROWS / 4; i++) {
+        const __half2 less = __hmul2(*(const __half2 *)&hi[i / 4][i % 4], __float2half2_rn(SMALL));
+        lo[i / 4][i % 4] = *(const uint32_t *)&less;
+    }
+}
+
+template <int HEAD>
+__device__ inline void finish_values(float (&T)[HEAD / 2], const operand &hi, const operand &lo, uint64_t B)
+{
+    multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, on(B, HEAD / 64 * SPLIT_ROWS * 128));
+    multiply_columns<__half, HEAD, SPLIT_ROWS>(T, hi, B);
+}
+
+/* ---- Whole products ---------------------------------------------------------------------------------------------- */
+
+/* S = A B^T, and waits for it. */
+template <int HEAD, int A_ROWS>
+__device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+{
+    wgmma_fence();
+    start_scores<HEAD, A_ROWS>(S, A, B);
+    wgmma_commit();
+    wgmma_wait<0>();
+    lower(S);
+    wgmma_fence();
+    finish_scores<HEAD, A_ROWS>(S, A, B);
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
+/* T = P C, and waits for it. lo is spoilt. */
+template <int HEAD>
+__device__ inline void multiply_values(float (&T)[HEAD / 2], const operand &hi, operand &lo, uint64_t C)
+{
+    wgmma_fence();
+    start_values<HEAD>(T, lo, C);
+    wgmma_commit();
+    wgmma_wait<0>();
+    lower(lo, hi);
+    wgmma_fence();
+    finish_values<HEAD>(T, hi, lo, C);
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
+/* Both, and waits for S. T is still under way. */
+template <int HEAD, int A_ROWS>
+__device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, float (&T)[HEAD / 2],
+                                     const operand &hi, operand &lo, uint64_t C)
+{
+    wgmma_fence();
+    start_scores<HEAD, A_ROWS>(S, A, B);
+    wgmma_commit();
+    start_values<HEAD>(T, lo, C);
+    wgmma_commit();
+    wgmma_wait<1>();
+    lower(S);
+    wgmma_fence();
+    finish_scores<HEAD, A_ROWS>(S, A, B);
+    wgmma_commit();
+    wgmma_wait<1>();
+    lower(lo, hi);
+    wgmma_fence();
+    finish_values<HEAD>(T, hi, lo, C);
+    wgmma_commit();
+    wgmma_wait<1>();
+}
+
+/* Both in the other order, and waits for T. S is still under way. Of two warpgroups, one in either order, one reads two
+ * operands from shared memory while the other reads one: two at a time are all that it can give. */
+template <int HEAD, int A_ROWS>
+__device__ inline void multiply_both_values_first(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B,
+                                                  float (&T)[HEAD / 2], const operand &hi, operand &lo, uint64_t C)
+{
+    wgmma_fence();
+    start_values<HEAD>(T, lo, C);
+    wgmma_commit();
+    start_scores<HEAD, A_ROWS>(S, A, B);
+    wgmma_commit();
+    wgmma_wait<1>();
+    lower(lo, hi);
+    wgmma_fence();
+    finish_values<HEAD>(T, hi, lo, C);
+    wgmma_commit();
+    wgmma_wait<1>();
+    lower(S);
+    wgmma_fence();
+    finish_scores<HEAD, A_ROWS>(S, A, B);
+    wgmma_commit();
+    wgmma_wait<1>();
+}
+
+/* A split tensor of HEAD columns to the copy engine: 2 HEAD columns of fp16. rows: of each head, those that are there. */
+inline heed_status split_map(tensor_map *m, const split_rows &x, int head, int64_t rows, int batches, int box_rows)
+{
+    const int64_t row = 2 * head, all = x.head_rows * row;
+    const view t = { x.rows, { x.heads * all, all, row, 1 }, HEED_F16, 1 };
+    return heed_tensor_map(m, t, row, rows, x.heads, batches, box_rows);
+}
+
+#endif
