@@ -158,9 +158,11 @@ enum {
     HEED_USES_ORDER = 1 << 18,     /* backward: sums in a fixed order */
     HEED_USES_ALL = (1 << 19) - 1,
 
-    HEED_FOR_LONG = 1 << 29, /* of a kernel: fewer than HEED_LONG rows and keys get it only by name */
+    HEED_FOR_LONG = 1 << 29,   /* of a kernel: fewer than HEED_LONG rows and keys get it only by name */
+    HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond heed_is_small() */
 };
 #define HEED_LONG 512
+#define HEED_SMALL (80 * 64) /* rows or keys times head size; docs/tuning.md, section 6, has what chose it */
 
 #define HEED_ANY_ARCH INT32_MAX
 
@@ -207,7 +209,10 @@ heed_status heed_choose(const heed_problem *p, const heed_device *d, const char 
                         heed_text *why);
 /* Whether the device has what the kernel's code needs; if not, why. */
 int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t size);
-unsigned heed_uses_of(const heed_problem *p);                    /* the HEED_USES_ of a problem */
+unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
+/* Few rows and keys, by what is the same for every batch, so that no sequence meets another kernel because of the others;
+ * and head sizes in whole pieces of 16 bytes. If not, why. */
+int heed_is_small(const heed_problem *p, char *why, size_t size);
 int heed_threads_for(const heed_device *d, double microseconds); /* of work on one thread */
 extern const heed_kernel heed_kernels[];
 extern const int heed_kernel_total;

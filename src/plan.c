@@ -170,6 +170,29 @@ int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t s
     return 0;
 }
 
+int heed_is_small(const heed_problem *p, char *why, size_t size)
+{
+    const heed_tensor *const rows[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o, &p->g.d_o };
+    const int64_t keys = (p->Sk + p->a.key_stride - 1) / p->a.key_stride, most = HEED_MAX(p->Sq, keys);
+    const int64_t bytes = (int64_t)heed_dtype_size(p->a.q.dtype), chunk = 16 / bytes;
+    for (size_t n = 0; n < sizeof rows / sizeof *rows; n++)
+        if (rows[n]->stride[2] > INT32_MAX / 4 / p->a.key_stride ||
+            rows[n]->stride[2] < -INT32_MAX / 4 / p->a.key_stride) {
+            snprintf(why, size, "does not take: rows so far apart");
+            return 0;
+        }
+    const int64_t limit = HEED_SMALL / HEED_MAX(HEED_MAX(p->D, p->Dv), 1);
+    if (most > limit)
+        snprintf(why, size, "takes up to %" PRId64 " %s of this head_dim, these are %" PRId64, limit,
+                 keys == most ? "keys" : "rows", most);
+    else if (p->D % chunk || p->Dv % chunk)
+        snprintf(why, size, "takes head_dim in multiples of %" PRId64 ", this is %" PRId64, chunk,
+                 p->D % chunk ? p->D : p->Dv);
+    else
+        return 1;
+    return 0;
+}
+
 /* Whether a candidate can take the problem; if not, why. */
 static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *d, char *why, size_t size)
 {
@@ -181,6 +204,8 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
         snprintf(why, size, "takes head_dim up to %d, this is %" PRId64, k->max_head_dim, head_dim);
     else if (lacks)
         snprintf(why, size, "does not take: %s", use_names[__builtin_ctz(lacks)]);
+    else if (k->uses & HEED_ONLY_SMALL && !heed_is_small(p, why, size))
+        return 0;
     else
         return 1;
     return 0;

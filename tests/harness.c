@@ -524,6 +524,14 @@ int64_t runs_of(const char *kernel)
     return 0;
 }
 
+int case_takes(const test_case *c, const heed_kernel_info *kernel)
+{
+    heed_exec x = c->x;
+    size_t bytes;
+    x.kernel = kernel->name;
+    return heed_workspace_size(&c->a, kernel->backward ? &c->g : NULL, &x, &bytes) == HEED_OK;
+}
+
 heed_status case_exec(const test_case *c, heed_pass pass, heed_exec *x)
 {
     const heed_gradient *g = pass == HEED_BACKWARD ? &c->g : NULL;

@@ -28,13 +28,18 @@ typedef struct sample {
     heed_pass pass;
 } sample;
 
-static sample sample_new(heed_pass pass, heed_dtype dtype, int64_t D, int64_t Dv)
+static sample sample_of(heed_pass pass, heed_dtype dtype, int64_t rows, int64_t keys, int64_t D, int64_t Dv)
 {
     sample s = { .pass = pass };
-    s.a.q = shape(dtype, 2, 4, 100, D), s.a.k = shape(dtype, 2, 2, 90, D), s.a.v = shape(dtype, 2, 2, 90, Dv);
-    s.a.o = shape(dtype, 2, 4, 100, Dv), s.a.lse = shape(HEED_F32, 2, 4, 100, 1);
+    s.a.q = shape(dtype, 2, 4, rows, D), s.a.k = shape(dtype, 2, 2, keys, D), s.a.v = shape(dtype, 2, 2, keys, Dv);
+    s.a.o = shape(dtype, 2, 4, rows, Dv), s.a.lse = shape(HEED_F32, 2, 4, rows, 1);
     s.g.d_o = s.a.o, s.g.d_q = s.a.q, s.g.d_k = s.a.k, s.g.d_v = s.a.v;
     return s;
+}
+
+static sample sample_new(heed_pass pass, heed_dtype dtype, int64_t D, int64_t Dv)
+{
+    return sample_of(pass, dtype, 100, 90, D, Dv);
 }
 
 static void use_band(sample *s) { s->a.causal = 1; }
@@ -158,6 +163,7 @@ static int lines_in(const char *text)
 /* The row that the planner should take, by the needs each states, and how many candidates come before it. */
 static const heed_kernel *first_that_fits(const heed_problem *p, const heed_device *d, int *before)
 {
+    char why[128];
     *before = 0;
     for (int i = 0; i < heed_kernel_total; i++) {
         const heed_kernel *k = &heed_kernels[i];
@@ -165,7 +171,8 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
             continue;
         if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
             HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses) &&
-            (!(k->uses & HEED_FOR_LONG) || HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONG))
+            (!(k->uses & HEED_FOR_LONG) || HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONG) &&
+            (!(k->uses & HEED_ONLY_SMALL) || heed_is_small(p, why, sizeof why)))
             return k;
         ++*before;
     }
@@ -236,8 +243,8 @@ TEST(every_generation_gets_its_family)
         { "rtx3090", "split portable", "mma portable", "mma portable" },
         { "l4", "split portable", "mma portable", "mma portable" },
         { "rtx4090", "split portable", "mma portable", "mma portable" },
-        { "h100", "split portable", "sm90 mma portable", "sm90 mma portable" },
-        { "h200", "split portable", "sm90 mma portable", "sm90 mma portable" },
+        { "h100", "sm90split split portable", "sm90 mma portable", "sm90 mma portable" },
+        { "h200", "sm90split split portable", "sm90 mma portable", "sm90 mma portable" },
         { "b200", "portable", "mma portable", "mma portable" },
         { "rtx5090", "portable", "mma portable", "mma portable" },
     };
@@ -251,7 +258,7 @@ TEST(every_generation_gets_its_family)
                     const char *families = type == HEED_F32   ? expected[n].f32
                                            : type == HEED_F16 ? expected[n].f16
                                                               : expected[n].bf16;
-                    sample s = sample_new((heed_pass)pass, (heed_dtype)type, D, D);
+                    sample s = sample_of((heed_pass)pass, (heed_dtype)type, 1000, 900, D, D);
                     char text[4096], name[64];
                     assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, expected[n].gpu, text,
                                                   sizeof text),
@@ -283,6 +290,42 @@ TEST(long_fp32_problems_get_their_own_kernels_on_hopper)
             assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, "h200", text, sizeof text), HEED_OK);
             if (!strstr(text, line))
                 fail_msg("\"%s\" instead of %s", text, line);
+        }
+}
+
+/* Where the edge is, and that the planner says on which side of it a problem lies. */
+TEST(few_rows_and_keys_get_kernels_of_their_own)
+{
+    static const struct {
+        int64_t rows, keys, D;
+        const char *says;
+    } problems[] = {
+        { HEED_SMALL / 64, HEED_SMALL / 64, 64, "small_f32: taken" },
+        { HEED_SMALL / 32, HEED_SMALL / 32, 32, "small_f32: taken" },
+        { HEED_SMALL / 64 + 1, 70, 64, "small_f32: passed over: takes up to 80 rows of this head_dim, these are 81" },
+        { 70, HEED_SMALL / 32 + 1, 32, "small_f32: passed over: takes up to 160 keys of this head_dim, these are 161" },
+        { 70, 70, 30, "small_f32: passed over: takes head_dim in multiples of 4, this is 30" },
+        { 70, 70, 72, "small_f32: passed over: takes head_dim up to 64, this is 72" },
+    };
+    heed_kernel_info first;
+    for (int index = 0;; index++) {
+        if (heed_kernel_at(index, &first) != HEED_OK)
+            skip(); /* a build without them */
+        if (strstr(first.name, "_cuda_small_f32"))
+            break;
+    }
+    for (int n = 0; n < COUNT(problems); n++)
+        for (int pass = 0; pass < 2; pass++) {
+            char text[4096];
+            sample s = sample_of((heed_pass)pass, HEED_F32, problems[n].rows, problems[n].keys, problems[n].D,
+                                 problems[n].D);
+            const int64_t step = (problems[n].D + 3) / 4 * 4; /* aligned, so that the head size alone decides */
+            heed_tensor *const all[] = { &s.a.q, &s.a.k, &s.a.v, &s.a.o, &s.g.d_o, &s.g.d_q, &s.g.d_k, &s.g.d_v };
+            for (int t = 0; t < COUNT(all); t++)
+                memcpy(all[t]->stride, (int64_t[4]){ 4000 * step, 1000 * step, step, 1 }, sizeof all[t]->stride);
+            assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, "a100", text, sizeof text), HEED_OK);
+            if (!strstr(text, problems[n].says))
+                fail_msg("\"%s\" without \"%s\"", text, problems[n].says);
         }
 }
 
@@ -392,6 +435,7 @@ int main(void)
         cmocka_unit_test(every_gpu_gets_the_first_kernel_that_fits_whatever_the_problem),
         cmocka_unit_test(every_generation_gets_its_family),
         cmocka_unit_test(long_fp32_problems_get_their_own_kernels_on_hopper),
+        cmocka_unit_test(few_rows_and_keys_get_kernels_of_their_own),
         cmocka_unit_test(plain_fp32_gets_no_tensor_cores),
         cmocka_unit_test(a_chip_without_what_a_kernel_needs_is_told_why),
         cmocka_unit_test(a_kernel_that_lacks_a_feature_says_which),

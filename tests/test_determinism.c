@@ -200,21 +200,23 @@ static void expect_member(const heed_kernel_info *kernel, test_case *c, const in
     case_free(&one);
 }
 
-/* Sequences of few and many rows, of one and several blocks of keys: each as if it were alone. */
+/* Sequences of few and many rows, of one and several blocks of keys: each as if it were alone. The second batch is one that
+ * every row of the table takes. */
 TEST(a_ragged_batch_is_its_members)
 {
-    static const int32_t rows[] = { 50, 1, 3, 190 }, keys[] = { 70, 2100, 20, 300 };
-    for_each_kernel(EITHER_PASS, kernel) {
-        if (!keeps_order(&kernel))
-            continue;
-        test_case c = case_new(&kernel,
-                               (case_shape){
-                                   .B = 4, .Hq = 2, .D = 24, .form = RAGGED, .rows_of = rows, .keys_of = keys });
-        run(&c);
-        for (int member = 0; member < 4; member++)
-            expect_member(&kernel, &c, rows, keys, member);
-        case_free(&c);
-    }
+    static const int32_t rows[] = { 50, 1, 3, 190 }, keys[2][4] = { { 70, 2100, 20, 300 }, { 70, 200, 20, 130 } };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 2; n++) {
+            test_case c = case_new(&kernel,
+                                   (case_shape){
+                                       .B = 4, .Hq = 2, .D = 24, .form = RAGGED, .rows_of = rows, .keys_of = keys[n] });
+            if (keeps_order(&kernel) && case_takes(&c, &kernel)) {
+                run(&c);
+                for (int member = 0; member < 4; member++)
+                    expect_member(&kernel, &c, rows, keys[n], member);
+            }
+            case_free(&c);
+        }
 }
 
 int main(void)

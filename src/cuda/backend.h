@@ -50,6 +50,14 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_forward_sm90split HEED_NEEDS_sm90split
 #define HEED_NEEDS_backward_sm90split HEED_NEEDS_sm90split
 
+#define HEED_NEEDS_forward_small                                                                                       \
+    80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 64,                                                                          \
+        (HEED_USES_ALL & ~(HEED_USES_UNALIGNED | HEED_USES_PAGES | HEED_USES_PLAIN)) | HEED_ONLY_SMALL
+#define HEED_NEEDS_backward_small                                                                                      \
+    80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 64,                                                                          \
+        (HEED_USES_ALL & ~(HEED_USES_UNALIGNED | HEED_USES_PAGES | HEED_USES_PLAIN | HEED_USES_RESULTS)) |             \
+            HEED_ONLY_SMALL
+
 #define HEED_DECLARE_CUDA(way, family)                                                                                 \
     size_t heed_##way##_workspace_##family(const heed_problem *, const heed_plan *);                                   \
     heed_status heed_##way##_##family(const heed_problem *, const heed_plan *, const heed_exec *);
@@ -60,6 +68,8 @@ HEED_DECLARE_CUDA(backward, mma)
 HEED_DECLARE_CUDA(forward, turing)
 HEED_DECLARE_CUDA(backward, turing)
 HEED_DECLARE_CUDA(forward, sm90)
+HEED_DECLARE_CUDA(forward, small)
+HEED_DECLARE_CUDA(backward, small)
 HEED_DECLARE_CUDA(forward, split)
 HEED_DECLARE_CUDA(forward, sm90split)
 HEED_DECLARE_CUDA(backward, split)

@@ -100,26 +100,39 @@ static cudaError_t reserve(const void *kernel, size_t shared_bytes, int device, 
     return error;
 }
 
-heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
-                             void **arguments)
+heed_status heed_cuda_launch_grid(const void *kernel, dim3 blocks, dim3 threads, size_t shared_bytes, bool early,
+                                  const heed_exec *x, void **arguments)
 {
-    if (blocks == 0)
+    if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0)
         return HEED_OK;
-    if (blocks > INT32_MAX)
-        return heed_fail(HEED_UNSUPPORTED, "the problem needs %lld blocks, a launch holds %d", (long long)blocks,
-                         INT32_MAX);
     cudaError_t error = reserve(kernel, shared_bytes, x->device, false);
     if (error)
         return heed_cuda_status(error, "reserving shared memory");
-    const dim3 grid((unsigned)blocks), block((unsigned)threads);
-    error = cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, (cudaStream_t)x->stream);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks, config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = (cudaStream_t)x->stream;
+    config.attrs = &attribute, config.numAttrs = early;
+    error = cudaLaunchKernelExC(&config, kernel, arguments);
     if (error == cudaErrorInvalidValue && shared_bytes > FREE_TO_ALL) { /* the device may have been reset since */
         cudaGetLastError();
         error = reserve(kernel, shared_bytes, x->device, true);
         if (!error)
-            error = cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, (cudaStream_t)x->stream);
+            error = cudaLaunchKernelExC(&config, kernel, arguments);
     }
     return heed_cuda_status(error, "launching a kernel");
+}
+
+heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
+                             void **arguments)
+{
+    if (blocks > INT32_MAX)
+        return heed_fail(HEED_UNSUPPORTED, "the problem needs %lld blocks, a launch holds %d", (long long)blocks,
+                         INT32_MAX);
+    return heed_cuda_launch_grid(kernel, dim3((unsigned)blocks), dim3(threads), shared_bytes, false, x, arguments);
 }
 
 /* ---- Arguments --------------------------------------------------------------------------------------------------- */

@@ -8,6 +8,9 @@ heed_status heed_cuda_status(cudaError_t error, const char *doing);
 
 heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
                              void **arguments);
+/* early: before the kernel before it has ended. Only for kernels that wait for that themselves, on sm_90 and later. */
+heed_status heed_cuda_launch_grid(const void *kernel, dim3 blocks, dim3 threads, size_t shared_bytes, bool early,
+                                  const heed_exec *x, void **arguments);
 
 /* Makes the call's device current and puts back the caller's on leaving the scope. */
 struct on_device {

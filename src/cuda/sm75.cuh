@@ -63,6 +63,39 @@ __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t 
 }
 #endif
 
+/* C += A B for A 16 x 8 and B 8 x 8 of tf32: fp32 of which 11 bits count. c as above, and
+ *     a  rows g and g + 8 of column t, then of column t + 4
+ *     b  column g of rows t and t + 4 */
+__device__ inline void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Row `row` of rows that lie `step` bytes apart: one instruction, where the compiler would take three. */
+__device__ inline const char *row_from(const char *first, int row, int step)
+{
+    const char *at;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(at) : "r"(row), "r"(step), "l"(first));
+    return at;
+}
+
+/* 16 bytes of global memory, in the order of the program. */
+__device__ inline uint4 load_16(const char *from)
+{
+    uint4 x;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
+}
+
+/* 16 bytes, which others on the same multiprocessor are likely to want too. */
+__device__ inline void copy_async_near(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 /* BYTES, 4, 8 or 16, from global to shared memory, the first `real` of them read and the rest zero. On Turing, which
  * cannot copy behind a thread's back, done when the call returns. */
 template <int BYTES = 16> __device__ inline void copy_async(uint32_t to, const void *from, int real)

@@ -1,0 +1,282 @@
+/* Forward for few rows and keys, in all types, head sizes to 64, on sm_80 and later: made for one short wait (small.cuh). Two
+ * warps share 16 rows, and each takes every other 16 or 32 keys; at the end they meet, to merge what they have. */
+#include "small.cuh"
+
+/* Tiles of 8 keys that a warp meets at a time, and teams of two warps in a block: as many as there are registers for. */
+template <class T, int U> constexpr int key_tiles = 4 / U;
+template <class T, bool GENERAL> constexpr int most_teams = GENERAL || sizeof(T) == 4 ? 4 : 6;
+
+/* A warp's K and V on their way, and then what it leaves to the other warp of its team: O, the largest score m and the
+ * sum l of eight rows. */
+template <class T, int U> struct partial {
+    union {
+        struct {
+            staged<8 * key_tiles<T, U>, 8 * U> K, V;
+        };
+        float4 O[column_tiles<T, U> / 2][32];
+    };
+    float2 ml[8];
+};
+
+/* The four lanes of a row are neighbours. */
+__device__ static float row_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ static float row_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/* Exponents are relative to c times the largest score m, rounded once, so that all use the same number. Where its
+ * rounding would matter, scores are subtracted from each other first. */
+struct exponent {
+    float c, m, first, then; /* 2^((x - first) c - then) */
+    __device__ exponent(float factor, float most)
+    {
+        c = factor;
+        m = most == -CUDART_INF_F ? 0.0f : most;
+        then = __fmul_rn(m, c);
+        const bool large = !(fabsf(then) <= 1e7f);
+        first = large ? m : 0.0f, then = large ? 0.0f : then;
+    }
+    __device__ bool large() const { return first != 0.0f; }
+    __device__ float of_most(float x) const { return exp2_fast(__fmul_rn(x - first, c) - then); }
+};
+
+/* P = 2^(c S - c m'), l = l a + sum P, with m' = max(m, S) and a = 2^(c m - c m'), which O is to be multiplied by. */
+template <int N>
+__device__ static void softmax_step(float (&S)[N][4], float (&m)[2], float (&l)[2], float (&a)[2], float c)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float most = m[r], sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            most = fmaxf(most, fmaxf(S[n][r * 2], S[n][r * 2 + 1]));
+        most = row_max(most);
+        const exponent e(c, most);
+        a[r] = e.of_most(m[r]);
+        m[r] = most;
+        if (e.large()) {
+#pragma unroll
+            for (int n = 0; n < N; n++)
+                S[n][r * 2] -= e.first, S[n][r * 2 + 1] -= e.first;
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = r * 2; i < r * 2 + 2; i++)
+                sum += S[n][i] = exp2_fast(fmaf(S[n][i], c, -e.then));
+        l[r] = fmaf(l[r], a[r], sum);
+    }
+}
+
+template <class Tile> __device__ static void drop(Tile &t, const args &a, const span &s, const head &x)
+{
+    const uint64_t seed = seed_of(a);
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++) {
+        const uint32_t kept = draw(t, r, a, s, x, seed);
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++)
+            t.at(r, c) = kept >> c & 1 ? t.at(r, c) * a.keep_scale : 0.0f;
+    }
+}
+
+/* A row of o from its two halves. What a sum is relative to is lost where the sink is far above: then it is all there is. */
+struct merged_row {
+    float weight[2], sum, top;
+    exponent e;
+
+    __device__ merged_row(float2 x, float2 y, float c, float scale, float sink) : e(c, fmaxf(x.x, y.x))
+    {
+        weight[0] = e.of_most(x.x), weight[1] = e.of_most(y.x);
+        sum = fmaf(weight[0], x.y, weight[1] * y.y);
+        top = -CUDART_INF_F;
+        if (sum == 0.0f) /* the row saw no key */
+            return;
+        if (sink != -CUDART_INF_F) {
+            top = fminf(e.large() ? (sink - e.m * scale) * LOG2E : fmaf(sink, LOG2E, -e.then), 127.0f);
+            sum += exp2_fast(top);
+        }
+        const float inverse = __frcp_rn(sum);
+        weight[0] *= inverse, weight[1] *= inverse;
+    }
+
+    __device__ float lse(float scale, float sink) const
+    {
+        const float LN2 = 0.693147182f, LN2_REST = -1.90465421e-9f;
+        return sum == 0.0f                  ? -CUDART_INF_F
+               : top > 100.0f && sum == sum ? sink
+               : e.large()                  ? e.m * scale + logf(sum)
+                                            : fmaf(e.then, LN2, fmaf(e.then, LN2_REST, logf(sum)));
+    }
+};
+
+/* A row is 128 U bytes. GENERAL: what the scores need beyond scale and band. keys: see sequence(). A block is teams,
+ * threadIdx.z, of two warps, threadIdx.y. */
+template <class T, int U, bool GENERAL>
+__global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(const __grid_constant__ args a, int keys)
+{
+#if __CUDA_ARCH__ >= 800
+    constexpr int N = key_tiles<T, U>, M = 2 * U, TILES = column_tiles<T, U>;
+    extern __shared__ __align__(16) char memory[];
+    const int lane = threadIdx.x, part = threadIdx.y;
+    partial<T, U> *const team = (partial<T, U> *)memory + threadIdx.z * 2, &own = team[part];
+    const int i0 = (blockIdx.y * blockDim.z + threadIdx.z) * 16;
+    let_next_start();
+    if (GENERAL || is_ragged(a))
+        wait_for_last();
+    const span s = sequence(a, own_sequence(a), keys);
+    head x = head_of(a, s, own_head(a));
+    x.hk = a.G == 1 ? x.h : x.hk; /* a division takes its time */
+
+    float S[N][4];
+    score_tile<T, N> tile = { S, i0 + lane / 4, 0, { 0, 0 }, { s.keys, s.keys } };
+    int first = 0, last = i0 < s.rows ? s.keys : 0, inside = 0, outside = s.keys; /* all rows see inside .. outside */
+    if (a.left < FAR || a.right < FAR) {
+        int low, high, low2, high2;
+        band_of_row(a, s, min(i0, s.rows - 1), low, high);
+        band_of_row(a, s, min(i0 + 15, s.rows - 1), low2, high2);
+        first = min(low, low2) & ~7, last = i0 < s.rows ? max(high, high2) : 0;
+        inside = max(low, low2), outside = min(high, high2);
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            band_of_row(a, s, min(tile.row(r), s.rows - 1), tile.lows[r], tile.highs[r]);
+    }
+    const source q = rows_of<T>(a.q, row_at(a.q, s.q_batch, x.h, s.q_row), a.q.stride[2], s.rows - 1, a.D);
+    const source k = rows_of<T>(a.k, row_at(a.k, s.k_batch, x.hk, s.k_row + a.col), a.col_step * a.k.stride[2],
+                                last - 1, a.D);
+    const source v = rows_of<T>(a.v, row_at(a.v, s.k_batch, x.hk, s.k_row + a.col), a.col_step * a.v.stride[2],
+                                last - 1, a.Dv);
+    wait_for_last(q.first, k.first, v.first);
+    uint4 Q[2][M];
+    int n0 = first + part * (8 * N);
+    if (n0 < last) {
+        load_across(Q, q, i0);
+        own.K.copy(k, n0);
+    }
+    commit_copies();
+    if (n0 < last)
+        own.V.copy(v, n0);
+    commit_copies();
+    clear_columns(Q, q);
+    const float scale = GENERAL ? 1.0f : a.scale, c = fmaxf(fminf(scale * LOG2E, 3e38f), 1.2e-38f);
+    float O[TILES / 4][4][4], m[2] = { -CUDART_INF_F, -CUDART_INF_F }, l[2] = {};
+#pragma unroll
+    for (int i = 0; i < TILES / 4; i++)
+        clear(O[i]);
+    while (n0 < last) {
+        wait_for_copies<1>();
+        multiply_across(S, Q, own.K, T()); /* S = Q K^T */
+        const int next = n0 + 2 * (8 * N);
+        __syncwarp(); /* all have read this K */
+        if (next < last)
+            own.K.copy(k, next);
+        commit_copies();
+        const bool whole = n0 >= inside && n0 + 8 * N <= outside;
+        tile.n0 = n0 + lane % 4 * 2;
+        if (GENERAL)
+            score(tile, a.scale, a, s, x, whole);
+        else if (!whole)
+            hide_outside_band(tile);
+        float rescale[2];
+        softmax_step(S, m, l, rescale, c);
+        if (GENERAL && a.drop_below)
+            drop(tile, a, s, x);
+        const left_operand<T, N> P(S);
+        wait_for_copies<1>();
+#pragma unroll
+        for (int i = 0; i < TILES / 4; i++) { /* O = a O + P V */
+            float Y[4][4];
+            P.template times<U>(Y, own.V, i);
+#pragma unroll
+            for (int j = 0; j < 16; j++)
+                O[i][j / 4][j % 4] = fmaf(O[i][j / 4][j % 4], rescale[j % 4 / 2], Y[j / 4][j % 4]);
+        }
+        n0 = next;
+        __syncwarp();
+        if (n0 < last)
+            own.V.copy(v, n0);
+        commit_copies();
+    }
+    wait_for_copies<0>();
+
+    /* Each finishes the eight rows g + 8 part, and leaves the others to the other. */
+    float2 ml[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        ml[r] = make_float2(m[r], row_sum(l[r]));
+    if (lane % 4 == 0)
+        own.ml[lane / 4] = part ? ml[0] : ml[1];
+#pragma unroll
+    for (int i = 0; i < TILES / 2; i++) {
+        const float4 upper = piece<T>::of(O[i / 2], i % 2 * 2), lower = piece<T>::of(O[i / 2], i % 2 * 2 + 1);
+        own.O[i][lane] = part ? upper : lower;
+    }
+    __syncthreads();
+    const int i = i0 + 8 * part + lane / 4;
+    if (i >= s.rows)
+        return;
+    const partial<T, U> &other = team[part ^ 1];
+    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
+    const merged_row y(part ? ml[1] : ml[0], other.ml[lane / 4], c, scale, sink);
+    const int64_t o_at = row_at(a.o, s.q_batch, x.h, s.q_row + i);
+#pragma unroll
+    for (int n = 0; n < TILES / 2; n++) {
+        const float4 upper = piece<T>::of(O[n / 2], n % 2 * 2), lower = piece<T>::of(O[n / 2], n % 2 * 2 + 1);
+        const float4 from = other.O[n][lane], mine = part ? lower : upper;
+        const int column = piece<T>::column(n / 2, n % 2 * 2);
+        const float4 o = make_float4(fmaf(mine.x, y.weight[0], from.x * y.weight[1]),
+                                     fmaf(mine.y, y.weight[0], from.y * y.weight[1]),
+                                     fmaf(mine.z, y.weight[0], from.z * y.weight[1]),
+                                     fmaf(mine.w, y.weight[0], from.w * y.weight[1]));
+        if (column < a.Dv)
+            store_piece<T>(a.o, o_at + column, o, false);
+    }
+    if (a.lse.data && lane % 4 == 0)
+        store(a.lse, row_at(a.lse, s.q_batch, x.h, s.q_row + i), y.lse(scale, sink));
+#endif
+}
+
+template <class T, int U, bool GENERAL> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+{
+    static_assert(2 * most_teams<T, GENERAL> * sizeof(partial<T, U>) <= HEED_SHARED_SMALL,
+                  "what a block may have everywhere");
+    const int64_t tiles = tiles_of(a.Sq, 16);
+    int teams = 1; /* no more than it takes to have all blocks at work at once: they share what the L1 has */
+    while (teams < most_teams<T, GENERAL> && a.B * a.Hq * tiles_of(tiles, teams) > plan->device.units)
+        teams++;
+    return launch_early(forward_small<T, U, GENERAL>, grid_of(a, tiles_of(tiles, teams)), dim3(32, 2, teams),
+                        teams * 2 * sizeof(partial<T, U>), plan, x, a, keys_of(a));
+}
+
+template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+{
+    const bool general = a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below || a.scale <= 0;
+    if constexpr (sizeof(T) == 4)
+        if (HEED_MAX(a.D, a.Dv) > 32)
+            return general ? run<T, 2, true>(a, plan, x) : run<T, 2, false>(a, plan, x);
+    return general ? run<T, 1, true>(a, plan, x) : run<T, 1, false>(a, plan, x);
+}
+
+size_t heed_forward_workspace_small(const heed_problem *p, const heed_plan *plan)
+{
+    (void)p, (void)plan;
+    return 0;
+}
+
+heed_status heed_forward_small(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    const prologue start(p, x);
+    const args &a = start.a;
+    if (start.status)
+        return start.status;
+    return a.q.dtype == HEED_F32   ? run<float>(a, plan, x)
+           : a.q.dtype == HEED_F16 ? run<__half>(a, plan, x)
+                                   : run<__nv_bfloat16>(a, plan, x);
+}
