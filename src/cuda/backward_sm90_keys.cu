@@ -3,7 +3,7 @@
 
 backward_kernel heed_sm90_dkv(int head_dim)
 {
-    return head_dim <= 64    ? keys_kernel<backward_shape<true, 64, 128, 2, 4, 4, EARLY | LATE | EXACT | AHEAD>>()
+    return head_dim <= 64    ? keys_kernel<backward_shape<true, 64, 128, 2, 4, 4, EARLY | EXACT | AHEAD>>()
            : head_dim <= 96  ? keys_kernel<backward_shape<true, 96, 128, 2, 2, 2, EARLY | AHEAD>>()
            : head_dim <= 128 ? keys_kernel<backward_shape<true, 128, 128, 2, 2, 2>>()
            : head_dim <= 192 ? keys_kernel<backward_shape<true, 192, 64, 2, 2, 2, 0, 0, 2>>()
