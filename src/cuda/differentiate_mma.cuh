@@ -1,0 +1,196 @@
+/* From q.k and dP to P and dS, in registers, for the kernels of backward_mma.cuh; and tiles of scores with keys as rows. */
+#ifndef HEED_CUDA_DIFFERENTIATE_MMA_CUH
+#define HEED_CUDA_DIFFERENTIATE_MMA_CUH
+
+#include "tile_mma.cuh"
+
+/* A warp's scores with keys as rows, of a tile KEYS long. A lane has 2 MT neighbouring keys, and rows of the key
+ * tiles are in that order (see key_order): mask and bias of a query are one load. low and high are those of the
+ * tile's queries. */
+template <int MT, int NT, int KEYS, class T> struct key_major {
+    static constexpr int R = 2 * NT, C = 2 * MT;
+    static constexpr bool EXACT = false;
+    float (&X)[MT][NT][4];
+    const int *lows, *highs;
+    int i0, n0, column0;     /* first query and first key of this lane; its first column of the tile */
+    const char *bias, *mask; /* of column0 and n0 in shared memory */
+    typedef score_tiles<0, KEYS, true> extras;
+    __device__ float &at(int r, int c) { return X[c / 2][r / 2][c % 2 * 2 + r % 2]; }
+    static __device__ constexpr int down(int r) { return r / 2 * 8 + r % 2; }
+    static __device__ constexpr int apart(int c) { return c; }
+    __device__ int row(int r) const { return i0 + down(r); }
+    __device__ int key(int c) const { return n0 + c; }
+    __device__ int low(int r) const { return lows[column0 + down(r)]; }
+    __device__ int high(int r) const { return highs[column0 + down(r)]; }
+};
+
+/* Which key of a block's own is in row r of its tiles: a warp's rows g, g + 8, ... belong to the same lanes. */
+template <int MT> struct key_order {
+    static constexpr int OWN = 16 * MT;
+    __device__ int operator()(int r) const { return r / OWN * OWN + r % 8 * (2 * MT) + r % OWN / 8; }
+};
+
+/* So many neighbouring bytes of shared memory as words. */
+template <int BYTES> struct words_of {
+    static_assert(BYTES <= 16, "one load");
+    uint32_t x[(BYTES + 3) / 4];
+    __device__ explicit words_of(const char *p)
+    {
+        if constexpr (BYTES == 2)
+            x[0] = *(const uint16_t *)p;
+        else if constexpr (BYTES == 4)
+            x[0] = *(const uint32_t *)p;
+        else if constexpr (BYTES == 8)
+            *(uint2 *)x = *(const uint2 *)p;
+        else
+            *(uint4 *)x = *(const uint4 *)p;
+    }
+};
+
+template <int MT, int NT, int KEYS, class T>
+__device__ inline void add_bias(key_major<MT, NT, KEYS, T> &t, float factor, const args &a, const span &, const head &)
+{
+    typedef typename key_major<MT, NT, KEYS, T>::extras extras;
+    if (a.bias.dtype == HEED_F32) {
+#pragma unroll
+        for (int r = 0; r < 2 * NT; r++) {
+            const words_of<8 * MT> row(t.bias + t.down(r) * extras::pitch(4));
+#pragma unroll
+            for (int c = 0; c < 2 * MT; c++)
+                t.at(r, c) = fmaf(t.at(r, c), factor, __uint_as_float(row.x[c]));
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < 2 * NT; r++) {
+            const words_of<4 * MT> row(t.bias + t.down(r) * extras::pitch(2));
+#pragma unroll
+            for (int c = 0; c < 2 * MT; c += 2) {
+                const float2 both = to_floats(row.x[c / 2], T());
+                t.at(r, c) = fmaf(t.at(r, c), factor, both.x);
+                t.at(r, c + 1) = fmaf(t.at(r, c + 1), factor, both.y);
+            }
+        }
+    }
+}
+
+template <int MT, int NT, int KEYS, class T>
+__device__ inline void apply_mask(key_major<MT, NT, KEYS, T> &t, const args &, const span &, const head &)
+{
+    typedef typename key_major<MT, NT, KEYS, T>::extras extras;
+#pragma unroll
+    for (int r = 0; r < 2 * NT; r++) {
+        const words_of<2 * MT> row(t.mask + t.down(r) * extras::pitch(1));
+#pragma unroll
+        for (int c = 0; c < 2 * MT; c++)
+            t.at(r, c) = row.x[0] & 0xFFu << 8 * c ? t.at(r, c) : -CUDART_INF_F;
+    }
+}
+
+/* As for query_major; here the eight keys of one Philox are those of lanes four apart. */
+template <int MT, int NT, int KEYS, class T>
+__device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<key_major<MT, NT, KEYS, T>> &kept,
+                                 const args &a, const span &s, const head &x)
+{
+    constexpr int C = 2 * MT, SHARE = 8 / C;
+    const uint64_t seed = seed_of(a);
+    const int number = threadIdx.x % 32 / 4 % SHARE * C;
+    const int64_t first = s.r0 + t.n0 - number;
+    if (s.r_step != 1 || first % 8) {
+#pragma unroll
+        for (int r = 0; r < 2 * NT; r++)
+            kept.add(r, 0, draw(t, r, a, s, x, seed));
+        return;
+    }
+    draw_together<2 * NT, SHARE, 4>(
+        [&](int i) {
+            const uint32_t p = (uint32_t)(uint64_t)(s.p0 + (t.i0 + i / 2 * 8 + i % 2) * s.p_step);
+            return kept_of_eight(philox(seed, make_uint4((uint32_t)(uint64_t)(first >> 3), p, x.h, s.b)), a.drop_below);
+        },
+        [&](int i, uint32_t byte) { kept.add(i, 0, byte >> number & ((1u << C) - 1)); });
+}
+
+/* P = 2^(c S - L) with L from log2_of(lse); LARGE: from S of score() and lse, the slower way that takes scores of any
+ * size. At most 1: rounding, where S is large, could make it more. */
+template <bool LARGE> __device__ inline float probability(float S, float c, float L)
+{
+    return exp2_fast(LARGE ? min_or_nan(S - L, 0.0f) * LOG2E : min_or_nan(fmaf(S, c, -L), 0.0f));
+}
+
+/* lse * log2(e) within the range of finite numbers; +inf, a row without gradient, stays. */
+template <bool LARGE> __device__ inline float log2_of(float lse)
+{
+    return LARGE || lse == CUDART_INF_F ? lse : -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+}
+
+template <class Tile> __device__ static void keep(Tile &t, const kept_bits<Tile> &kept, float scale)
+{
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++)
+            t.at(r, c) = kept.at(r, c) ? t.at(r, c) * scale : 0.0f;
+}
+
+/* From q.k in S and dP: dS = P (dP - delta) dS/d(q.k) / scale in dP, and what dV wants, P after dropout, in S. Each
+ * step is done with before the next, so that little is alive beside the two tiles. lse(r) and delta(r) are those of
+ * query r. */
+template <class Tile, class Lse, class Delta>
+__device__ static void score_and_differentiate(Tile &S, Tile &dP, const kept_bits<Tile> &kept, const args &a,
+                                               const span &s, const head &x, bool whole, Lse lse, Delta delta)
+{
+    if (a.drop_below)
+        keep(dP, kept, a.keep_scale);
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++) {
+        const float d = delta(r);
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++)
+            dP.at(r, c) -= d;
+    }
+    if (a.softcap > 0) {
+        const float inverse = 1.0f / a.softcap;
+#pragma unroll
+        for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+            for (int c = 0; c < Tile::C; c++) {
+                const float u = tangent<false>(S.at(r, c) * a.scale * inverse);
+                S.at(r, c) = u;
+                dP.at(r, c) *= 1.0f - u * u;
+            }
+    }
+    finish_scores(S, a.softcap > 0 ? a.softcap : a.scale, a, s, x, whole);
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++) {
+        const float L = lse(r);
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++) {
+            const float P = probability<true>(S.at(r, c), LOG2E, L);
+            dP.at(r, c) = P == 0.0f ? 0.0f : P * dP.at(r, c); /* P = 0 hides the pair, whatever dP came out as */
+            S.at(r, c) = P;
+        }
+    }
+    if (a.drop_below)
+        keep(S, kept, a.keep_scale);
+}
+
+template <int MT, int NT> __device__ static void scale_rows(float (&x)[MT][NT][4], float by)
+{
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                x[m][n][e] *= by;
+}
+
+/* Mask and bias of a tile, which all warps have copied, were the last to be, or with two slots the last but one. */
+template <int SLOTS> __device__ static void wait_for_extras(const args &a)
+{
+    if (a.bias.data || a.mask.data) {
+        wait_copies<SLOTS - 1>();
+        __syncthreads();
+    }
+}
+
+#endif
