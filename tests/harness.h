@@ -136,7 +136,7 @@ heed_tensor slice(heed_tensor t, int dimension, int64_t first, int64_t step, int
 /* Through the public calls, with a workspace of exactly the size asked for. The kernel is the case's own row for its
  * pass, and the row of the same family for the other pass. */
 heed_status case_try(test_case *c, heed_pass pass);
-int case_takes(const test_case *c, const heed_kernel_info *kernel); /* whether that row itself does, not another */
+int case_takes(const test_case *c, const heed_kernel_info *kernel);      /* whether that row itself does, not another */
 heed_status case_exec(const test_case *c, heed_pass pass, heed_exec *x); /* all but the workspace, whose size it says */
 int64_t runs_of(const char *kernel); /* how often this row itself ran, not one in its place */
 void case_forward(test_case *c);     /* fails the test unless HEED_OK, or where a guard or a gap was written */

@@ -7,7 +7,7 @@ static size_t workspace_of(const heed_kernel_info *kernel, case_shape shape)
     size_t bytes = 0;
     c.x.kernel = kernel->name;
     c.x.threads = 4;
-    c.x.nondeterministic = 1; /* leave that some rows need, and none refuses */
+    c.x.nondeterministic = 1;   /* leave that some rows need, and none refuses */
     if (case_takes(&c, kernel)) /* some rows are for small problems only */
         assert_int_equal(heed_workspace_size(&c.a, kernel->backward ? &c.g : NULL, &c.x, &bytes), HEED_OK);
     case_free(&c);
