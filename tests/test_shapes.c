@@ -62,11 +62,11 @@ TEST(one_query_meets_a_long_cache)
 /* Kernels may take many keys in parts where there are few rows: with a band, a sink, and keys that end early. */
 TEST(few_rows_meet_many_keys)
 {
+    static const case_shape few = { .B = 2, .Hq = 2, .Hk = 1, .Sq = 5, .Sk = 4100, .D = 40 };
+    static const case_shape more = { .Sq = 63, .Sk = 4100, .D = 24 };
     for_each_kernel(EITHER_PASS, kernel)
         for (int kind = 0; kind < 4; kind++) {
-            test_case c = case_new(&kernel,
-                                   (case_shape){
-                                       .B = 2, .Hq = 2, .Hk = 1, .Sq = kind < 2 ? 5 : 63, .Sk = 4100, .D = 40 });
+            test_case c = case_new(&kernel, kind < 2 ? few : more);
             c.a.causal = kind > 0;
             c.a.align = HEED_ALIGN_BOTTOM_RIGHT;
             if (kind == 2)
