@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from heed.distributed._link import Link, Message, timed
+from heed.distributed._link import Link, Message, Pending, timed
 from heed.distributed._shards import Band, Pieces, in_order, meetings, needs, on_stride, pieces_of, size
 from heed.distributed._work import Backward, Forward, Scores, Tensors, on_device
 
@@ -281,65 +281,65 @@ def _add(to: Tensors, what: Tensors) -> None:
 # ---- All-gather ------------------------------------------------------------------------------------------------------
 
 
-class Gathered:
-    """K and V of all places that this one sees, its own among them, in the order of their positions."""
-
-    def __init__(self, link: Link, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.link, self.plan = link, plan
-        r = plan.place
-        self.ahead = [d for d in range(1, plan.ring) if plan.wants(r + d, d)]  # who sees this rank's keys
-        self.behind = [d for d in range(plan.ring) if plan.wants(r, d)]
-        own = (k, v)
-        blocks = {d: _block_room(plan, d, own) if d else own for d in self.behind}
-        link.post(
-            "all keys",
-            [(plan.peer(r + d), own) for d in self.ahead],
-            [(plan.peer(r - d), blocks[d]) for d in self.behind if d],
-        ).wait()
-        shards = tuple(plan.k_ring[0][(r - d) % plan.ring] for d in self.behind)
-        self.rows = [size(pieces) for pieces in shards]
-        self.pieces, self.order = in_order(shards)
-        self.k, self.v = (
-            _reordered(torch.cat([b[n] for b in blocks.values()], dim=2), self.order) if blocks else own[n][:, :, :0]
-            for n in (0, 1)
-        )
-
-    def give_back(self, own: Tensors, sums: Tensors) -> Tensors:
-        """Each part of the gradients to the owner of its keys, who adds them up."""
-        plan, r = self.plan, self.plan.place
-        split = [_unordered(t, self.order).split(self.rows, dim=2) for t in sums]  # type: ignore[no-untyped-call]
-        parts = {d: [s[n].contiguous() for s in split] for n, d in enumerate(self.behind)}
-        home = _zeros(own)
-        arriving = {d: tuple(torch.empty_like(t) for t in home) for d in self.ahead}
-        self.link.post(
-            "gradients of keys",
-            [(plan.peer(r - d), parts[d]) for d in self.behind if d],
-            [(plan.peer(r + d), arriving[d]) for d in self.ahead],
-        ).wait()
-        _add(home, tuple(parts.get(0, ())))
-        for d in self.ahead:
-            _add(home, arriving[d])
-        return home
+def _keys_from_their_owners(link: Link, plan: Plan, own: Tensors) -> tuple[dict[int, Tensors], dict[int, Pending]]:
+    """K and V of all places that this one sees, by how far behind they are, its own among them; and their messages, all
+    of them posted."""
+    r = plan.place
+    blocks = {d: _block_room(plan, d, own) if d else own for d in range(plan.ring) if plan.wants(r, d)}
+    coming = {}
+    for d in range(1, plan.ring):
+        sends: list[Message] = [(plan.peer(r + d), own)] if plan.wants(r + d, d) else []
+        receives: list[Message] = [(plan.peer(r - d), blocks[d])] if d in blocks else []
+        coming[d] = link.post(f"keys of the rank {d} behind", sends, receives)
+    return blocks, coming
 
 
 def gather_forward(
     link: Link, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
 ) -> Tensors:
-    all_keys, pieces = Gathered(link, plan, k, v), plan.q_ring[0][plan.place]
-    met = [m.q.at for m in meetings(pieces, all_keys.pieces, plan.band, plan.offset)]
+    """All keys in the order of their positions, so that each piece of queries is one call without a merge."""
+    own: Tensors = (k, v)
+    blocks, coming = _keys_from_their_owners(link, plan, own)
+    for pending in coming.values():
+        pending.wait()
+    key_pieces, order = in_order(tuple(plan.k_ring[0][(plan.place - d) % plan.ring] for d in blocks))
+    all_keys = tuple(
+        _reordered(torch.cat([block[n] for block in blocks.values()], dim=2), order) if blocks else own[n][:, :, :0]
+        for n in (0, 1)
+    )
+    pieces = plan.q_ring[0][plan.place]
+    met = [m.q.at for m in meetings(pieces, key_pieces, plan.band, plan.offset)]
     forward = Forward(q, pieces, v.shape[3], scores, once=len(met) == len(set(met)))
     with timed("compute", "all keys", q.device):
-        forward.add((all_keys.k, all_keys.v), all_keys.pieces)
+        forward.add(all_keys, key_pieces)
     return forward.result()
 
 
 def gather_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) -> Tensors:
-    all_keys = Gathered(link, plan, saved[1], saved[2])
-    block = (all_keys.k, all_keys.v)
-    sums = _zeros(block)
-    with timed("compute", "all keys", backward.q.device):
-        backward.add(block, sums, all_keys.pieces)
-    return backward.dq, *all_keys.give_back(saved[1:3], sums)
+    """Gradients only add up: blocks are taken one by one where they lie, and the gradients of each go home under the
+    work on the next, this rank's own being the last."""
+    r, own = plan.place, saved[1:3]
+    blocks, coming = _keys_from_their_owners(link, plan, own)
+    home = _zeros(own)
+    going: Pending | None = None
+    arriving: Tensors = ()
+    for d in (*range(1, plan.ring), 0):
+        block = blocks.pop(d, ())
+        sums = home if d == 0 else _zeros(block)
+        if d in coming:
+            coming.pop(d).wait()
+        if block:
+            with timed("compute", f"keys of the rank {d} behind", backward.q.device):
+                backward.add(block, sums, plan.k_ring[0][(r - d) % plan.ring])
+        if going:
+            going.wait()
+            _add(home, arriving)
+        if d:
+            arriving = tuple(torch.empty_like(t) for t in home) if plan.wants(r + d, d) else ()
+            going = link.post(
+                f"gradients for the rank {d} behind", [(plan.peer(r - d), sums)], [(plan.peer(r + d), arriving)]
+            )
+    return backward.dq, *home
 
 
 # ---- Both parts ------------------------------------------------------------------------------------------------------
