@@ -202,11 +202,11 @@ def volume(
     return forward.sent_bytes, backward.sent_bytes
 
 
-def trace(group: Any, path: str) -> list[tuple[str, str]]:
+def trace(group: Any, method: str, path: str) -> list[tuple[str, str]]:
     """Kinds and names in the order in which they began."""
     q, k, v = (hd.shard(t, 2, group=group).requires_grad_() for t in problem(512, batch=1)[:3])
     with hd.record() as r:
-        hd.attention(q, k, v, group=group, method="ring").sum().backward()
+        hd.attention(q, k, v, group=group, method=method).sum().backward()
     r.save(f"{path}.{dist.get_rank(group)}", dist.get_rank(group))
     return [(e.kind, e.name) for e in sorted(r.events, key=lambda e: e.begin)]
 

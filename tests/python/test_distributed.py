@@ -121,7 +121,7 @@ def test_the_planner_counts_the_same_bytes(ranks: Ranks) -> None:
 
 
 def test_messages_are_under_way_while_it_computes(ranks: Ranks, tmp_path: Any) -> None:
-    for events in ranks.run("trace", str(tmp_path / "trace"), ranks=3):
+    for events in ranks.run("trace", "ring", str(tmp_path / "trace"), ranks=3):
         names = [f"{kind} {name.partition(',')[0]}" for kind, name in events]
         for step in (
             0,
@@ -135,13 +135,24 @@ def test_messages_are_under_way_while_it_computes(ranks: Ranks, tmp_path: Any) -
         assert {e["cat"] for e in saved} == {"send", "receive", "compute", "wait"}
 
 
-def test_memory_is_two_blocks_and_the_results(ranks: Ranks, device: str) -> None:
+def test_gathered_gradients_go_home_under_the_next_block(ranks: Ranks, tmp_path: Any) -> None:
+    for events in ranks.run("trace", "all_gather", str(tmp_path / "trace"), ranks=3):
+        names = [f"{kind} {name.partition(',')[0]}" for kind, name in events]
+        names = names[names.index("compute all keys") + 1 :]  # the backward
+        for block, after in ((1, 2), (2, 0)):  # this rank's own is the last
+            sent = names.index(f"send gradients for the rank {block} behind")
+            work = names.index(f"compute keys of the rank {after} behind")
+            assert sent < work < names.index(f"wait gradients for the rank {block} behind")
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_memory_is_as_much_as_the_planner_says(ranks: Ranks, device: str, method: str) -> None:
     if device != "cuda":
         pytest.skip("only PyTorch's allocator for GPUs counts")
     tokens = 32768
     task = _plan.Task(4, tokens, HEADS, KEY_HEADS, 64, 64, "bf16", 1)
-    said = _plan.cost(task, "ring", _plan.machine_of("h200", "bf16", 64, "nvlink")).memory
-    for got in ranks.run("peak_memory", "ring", tokens, ranks=4):
+    said = _plan.cost(task, method, _plan.machine_of("h200", "bf16", 64, "nvlink")).memory
+    for got in ranks.run("peak_memory", method, tokens, ranks=4):
         print(f"said {said}, got {got}")
         assert got[0] <= 1.25 * said[0] and got[1] <= 1.25 * said[1]
 

@@ -152,12 +152,11 @@ def cost(task: Task, method: str, machine: Machine) -> Cost:
     wide = task.batch * task.heads * pairs * heads
     work = [2 * (task.head_dim + task.value_dim) * wide, 2 * (3 * task.head_dim + 2 * task.value_dim) * wide]
     compute = [work[0] / machine.forward_flops, work[1] / machine.backward_flops]
-    parts = blocks + 1 if method != "all_gather" else 1
     partial = size.rows * task.batch * task.heads * task.value_dim * 4
-    if method != "all_gather":
-        compute[0] += blocks * 3 * partial / machine.copy  # merging
-        compute[1] += blocks * 3 * size.dkv / machine.copy  # adding up
-    compute = [c + parts * machine.call for c in compute]
+    gathers = method == "all_gather"
+    merges = 0 if gathers else blocks
+    compute[0] += merges * 3 * partial / machine.copy + (merges + 1) * machine.call
+    compute[1] += blocks * 3 * size.dkv / machine.copy + (blocks + 1) * machine.call  # adding up
 
     swap = (team - 1) / team
     exchanged = [swap * (size.q + size.kv + size.o), swap * (size.o + size.q + size.kv)]
@@ -166,9 +165,15 @@ def cost(task: Task, method: str, machine: Machine) -> Cost:
     team_across = team > machine.node and machine.inside is not None
     a2a = [2 * _transfer(machine, x / 2, team_across) + 2 * x / machine.copy if team > 1 else 0.0 for x in exchanged]
     overlaps = (machine.fabric if across or machine.inside is None else machine.inside).overlaps
-    moved = [_travel(machine, method, c, blocks, t, across, overlaps) for c, t in zip(compute, travelled, strict=True)]
-    if method != "all_gather" and blocks:
-        moved[1] += _transfer(machine, size.dkv, across)  # the last gradients go home
+    if gathers:
+        gather = _transfer(machine, travelled[0], across) if blocks else 0.0
+        moved = [
+            compute[0] + gather + 2 * travelled[0] / machine.copy,
+            gather + _travel(machine, compute[1], blocks, blocks * size.dkv, across, overlaps),
+        ]
+    else:
+        moved = [_travel(machine, c, blocks, t, across, overlaps) for c, t in zip(compute, travelled, strict=True)]
+        moved[1] += _transfer(machine, size.dkv, across) if blocks else 0.0  # the last gradients go home
     memory = _memory(task, method, size, partial, blocks, team)
     return Cost(
         method, team, (work[0], work[1]), (moved[0] + a2a[0], moved[1] + a2a[1]), (compute[0], compute[1]),
@@ -176,14 +181,10 @@ def cost(task: Task, method: str, machine: Machine) -> Cost:
     )  # fmt: skip
 
 
-def _travel(
-    machine: Machine, method: str, compute: float, blocks: int, amount: float, across: bool, overlaps: bool
-) -> float:
-    """Work and the messages of K and V together."""
+def _travel(machine: Machine, compute: float, blocks: int, amount: float, across: bool, overlaps: bool) -> float:
+    """Work in steps, and the messages of each under another one."""
     if not blocks:
         return compute
-    if method == "all_gather":
-        return compute + _transfer(machine, amount, across) + 2 * amount / machine.copy
     step, message = compute / (blocks + 1), _transfer(machine, amount / blocks, across)
     return step + blocks * (max(step, message) if overlaps else step + message)
 
@@ -192,7 +193,7 @@ def _memory(task: Task, method: str, size: _Sizes, partial: float, blocks: int, 
     swapped = (size.q + size.kv + size.o) if team > 1 else 0.0
     gradients = size.dkv + partial * task.head_dim / task.value_dim  # float32 sums of dk, dv and dq
     if method == "all_gather":
-        return 2 * (blocks + 1) * size.kv, 2 * (blocks + 1) * (size.kv + size.dkv) + gradients
+        return 2 * (blocks + 1) * size.kv, blocks * size.kv + min(blocks + 1, 3) * size.dkv + gradients
     flying = min(blocks, 2)
     merging = 2 * partial if blocks else 0.0
     return swapped + flying * size.kv + merging, swapped + flying * (size.kv + size.dkv) + gradients

@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", "--ranks", type=number, default=8, help="how many ranks (8)")
     parser.add_argument("--tokens", type=number, default=None, help="of the whole sequence: 10M, 128k ... (1M)")
-    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=0, help="32; with --compare 4")
     parser.add_argument("--key-heads", type=int, default=0, help="as many as --heads where not given")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
@@ -97,6 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="with --compare: how often everything is timed (6)")
     parser.add_argument("--write", metavar="FILE", help="with --measure: where the measured numbers go")
     a = parser.parse_args(arguments)
+    a.heads = a.heads or (4 if a.compare else 32)
     try:
         if a.measure:
             text = json.dumps(_measure.measure(a.table, a.quick), indent=2)
