@@ -153,6 +153,13 @@ static view view_of(const heed_tensor &t)
     return v;
 }
 
+/* A tensor that need not be there: most are not, and this is done for each call. */
+static void place(const heed_tensor &t, view *v)
+{
+    if (t.data)
+        *v = view_of(t);
+}
+
 /* The stride and the positions, which are the same for every sequence: heed_span_of() as if all had full length. */
 static void place_keys(const heed_problem *p, args *a)
 {
@@ -175,12 +182,14 @@ heed_status heed_cuda_args(const heed_problem *p, args *a)
             return heed_fail(HEED_UNSUPPORTED, "a size is %lld, the CUDA kernels count to %d", (long long)size,
                              INT32_MAX - 256);
     memset(a, 0, sizeof *a);
-    a->q = view_of(in.q), a->k = view_of(in.k), a->v = view_of(in.v), a->o = view_of(in.o), a->lse = view_of(in.lse);
-    a->mask = view_of(in.mask), a->bias = view_of(in.bias), a->alibi = view_of(in.alibi), a->sink = view_of(in.sink);
+    a->q = view_of(in.q), a->k = view_of(in.k), a->v = view_of(in.v), a->o = view_of(in.o);
+    place(in.lse, &a->lse), place(in.mask, &a->mask), place(in.bias, &a->bias);
+    place(in.alibi, &a->alibi), place(in.sink, &a->sink);
     if (p->pass == HEED_BACKWARD) {
-        a->d_o = view_of(g.d_o), a->d_lse = view_of(g.d_lse), a->delta = view_of(g.delta);
-        a->d_q = view_of(g.d_q), a->d_k = view_of(g.d_k), a->d_v = view_of(g.d_v);
-        a->d_bias = view_of(g.d_bias), a->d_sink = view_of(g.d_sink);
+        a->d_o = view_of(g.d_o);
+        place(g.d_lse, &a->d_lse), place(g.delta, &a->delta);
+        place(g.d_q, &a->d_q), place(g.d_k, &a->d_k), place(g.d_v, &a->d_v);
+        place(g.d_bias, &a->d_bias), place(g.d_sink, &a->d_sink);
         a->accumulate = g.accumulate;
         for (int d = 0; d < 4; d++)
             a->bias_shape[d] = (int)g.d_bias.shape[d];
