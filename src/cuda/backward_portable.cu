@@ -11,6 +11,8 @@
 #include "launch.cuh"
 #include "tile_fp32.cuh"
 
+template <int WIDTH> using shared = shared_fp32<WIDTH, 1>; /* there are no registers for more */
+
 struct row_facts {
     float lse, delta; /* lse is +inf for a row without gradient, so that its P is 0 */
 };
@@ -31,57 +33,64 @@ __device__ static row_facts facts_of(const args &a, const span &q, const head &x
 /* A tile of S, parked in shared memory, and dP in X become P after dropout, as dV wants it, where S was, and dS in X.
  * With to_scores dS is taken with respect to q.k, else with respect to S, as dbias wants it. whole: the band hides
  * nothing in this tile. */
-template <bool KEY_MAJOR, int WIDTH, int N>
-__device__ static void differentiate(float (&X)[8][N], shared_fp32<WIDTH, N> &s, const args &a, int i0, int n0,
-                                     bool whole, bool to_scores)
+template <bool KEY_MAJOR, int WIDTH>
+__device__ static void differentiate(float (&X)[8][8], shared<WIDTH> &s, const args &a, int i0, int n0, bool whole,
+                                     bool to_scores)
 {
-    constexpr int COUNT = KEY_MAJOR ? 1 : 2, QUERIES = KEY_MAJOR ? N : 8; /* at a time, and in all */
     const span &q = s.sequence;
     const head &x = s.of;
-    const uint64_t kept = a.drop_below ? draw_all<WIDTH, KEY_MAJOR, QUERIES>(a, q, x, i0, n0) : 0;
+    const bool capped = a.softcap > 0;
+    const uint64_t kept = a.drop_below ? draw_all<WIDTH, KEY_MAJOR>(a, q, x, i0, n0) : 0;
+    auto keep = [&](int r, int c) {
+        return !a.drop_below ? 1.0f : kept >> (KEY_MAJOR ? 8 * c + r : 8 * r + c) & 1 ? a.keep_scale : 0.0f;
+    };
+    auto query = [&](int r, int c) { return KEY_MAJOR ? s.column_of(c) : s.row_of(r); };
+    if (capped)
+        for_each_query<KEY_MAJOR>(s, i0, n0, [&](auto &S) {
 #pragma unroll
-    for (int first = 0; first < QUERIES; first += COUNT) {
-        own_scores<WIDTH, KEY_MAJOR, COUNT> S = { {}, s.low, s.high, i0, n0, first };
-        float slope[COUNT][8];
+            for (int c = 0; c < 8; c++)
+                S.X[c] = tanhf(S.X[c] * a.scale / a.softcap);
+        });
 #pragma unroll
-        for (int c = 0; c < 8; c++)
-            if (KEY_MAJOR) {
-                if (c % 4 == 0)
-                    load_four(&S.X[0][c], tile_at(s, s.column_of(first), s.row_of(c)));
-            } else {
-                const float *two = tile_at(s, s.column_of(c), s.row_of(first));
-                S.X[0][c] = two[0], S.X[COUNT - 1][c] = two[1];
-            }
-        score_with_slope(S, slope, a, q, x, whole);
+    for (int r = 0; r < 8; r++)
 #pragma unroll
-        for (int r = 0; r < COUNT; r++) {
-            const float lse = s.lse[S.down(r)], delta = s.delta[S.down(r)];
-#pragma unroll
-            for (int c = 0; c < 8; c++) {
-                const float exponent = S.X[r][c] -
-                                       lse; /* at most 0, but for the rounding of large numbers; NaN stays */
-                const float P = expf(exponent > 0.0f ? 0.0f : exponent);
-                const float keep = !a.drop_below ? 1.0f : kept >> (8 * (first + r) + c) & 1 ? a.keep_scale : 0.0f;
-                float &dP = KEY_MAJOR ? X[c][first % N] : X[first + r][c % N];
-                /* P = 0 hides the pair, whatever dP came out as */
-                dP = P == 0.0f ? 0.0f : P * (keep * dP - delta) * (to_scores ? slope[r][c] : 1.0f);
-                S.X[r][c] = P * keep;
+        for (int c = 0; c < 8; c++) {
+            X[r][c] = keep(r, c) * X[r][c] - s.delta[query(r, c)];
+            if (capped && to_scores) {
+                const float u = s.line(r)[s.column_of(c)];
+                X[r][c] *= 1.0f - u * u;
             }
         }
-        if (KEY_MAJOR)
+    const bool plain = whole && !has_extras(a);
+    if (!plain)
+        for_each_query<KEY_MAJOR>(s, i0, n0,
+                                  [&](auto &S) { finish_scores(S, capped ? a.softcap : a.scale, a, q, x, whole); });
+    const float factor = plain ? a.scale : 1.0f, slope = to_scores ? a.scale : 1.0f;
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                *(float4 *)tile_at(s, s.column_of(first),
-                                   s.row_of(4 * half)) = make_float4(S.X[0][4 * half], S.X[0][4 * half + 1],
-                                                                     S.X[0][4 * half + 2], S.X[0][4 * half + 3]);
-    }
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+        for (int half = 0; half < 8; half += 4) {
+            float four[4], *at = s.line(r) + s.column_of(half);
+            load_four(four, at);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int c = half + e;
+                /* at most 0, but for the rounding of large numbers; NaN stays */
+                const float exponent = four[e] * factor - s.lse[query(r, c)];
+                const float P = expf(exponent > 0.0f ? 0.0f : exponent);
+                X[r][c] = P == 0.0f ? 0.0f : P * X[r][c] * slope; /* P = 0 hides the pair, whatever dP came out as */
+                four[e] = P * keep(r, c);
+            }
+            if (KEY_MAJOR)
+                *(float4 *)at = make_float4(four[0], four[1], four[2], four[3]);
+        }
 }
 
 /* ---- dQ ---------------------------------------------------------------------------------------------------------- */
 
 /* dS of the tile at keys n0, from offsets and facts in shared memory, into X. then(slot): see multiply_rows(). */
 template <int WIDTH, class Then>
-__device__ static void query_tile(float (&X)[8][8], shared_fp32<WIDTH> &s, int &slot, const args &a, int i0, int n0,
+__device__ static void query_tile(float (&X)[8][8], shared<WIDTH> &s, int &slot, const args &a, int i0, int n0,
                                   bool whole, bool to_scores, Then then)
 {
     const span &q = s.sequence;
@@ -103,7 +112,7 @@ __device__ static void query_tile(float (&X)[8][8], shared_fp32<WIDTH> &s, int &
 }
 
 template <int WIDTH>
-__device__ static void meet_queries(shared_fp32<WIDTH> &s, const args &a, const span &q, const head &x, int i0)
+__device__ static void meet_queries(shared<WIDTH> &s, const args &a, const span &q, const head &x, int i0)
 {
     __syncthreads();
     if (threadIdx.x < s.ROWS) {
@@ -122,7 +131,7 @@ template <int WIDTH>
 __global__ void __launch_bounds__(THREADS, 2) dq_portable(const __grid_constant__ args a, int tiles, int slices)
 {
     extern __shared__ float4 memory[];
-    auto &s = *(shared_fp32<WIDTH> *)memory;
+    auto &s = *(shared<WIDTH> *)memory;
     unsigned index = blockIdx.x;
     const int slice = index % slices * WIDTH;
     index /= slices;
@@ -150,7 +159,8 @@ __global__ void __launch_bounds__(THREADS, 2) dq_portable(const __grid_constant_
         write_tile(s, dS);
         multiply_tile(dQ, s, slot, K, slice); /* dQ += dS K */
     }
-    store_slice<WIDTH>(dQ, a.d_q, slice, a.D, a.accumulate, [&](int row) {
+    __syncthreads();
+    store_slice(dQ, s, a.d_q, slice, a.D, a.accumulate, [&](int row) {
         return i0 + row < q.rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;
     });
 }
@@ -158,8 +168,8 @@ __global__ void __launch_bounds__(THREADS, 2) dq_portable(const __grid_constant_
 /* ---- dK and dV --------------------------------------------------------------------------------------------------- */
 
 /* Offsets, band and facts of the queries from i0 on. Here queries are columns. */
-template <int WIDTH, int N>
-__device__ static void meet_query_columns(shared_fp32<WIDTH, N> &s, const args &a, const span &q, const head &x, int i0)
+template <int WIDTH>
+__device__ static void meet_query_columns(shared<WIDTH> &s, const args &a, const span &q, const head &x, int i0)
 {
     if (threadIdx.x < s.COLUMNS) {
         const int i = i0 + threadIdx.x;
@@ -173,37 +183,35 @@ __device__ static void meet_query_columns(shared_fp32<WIDTH, N> &s, const args &
     __syncthreads();
 }
 
-/* Where shared memory is plenty, dK waits there for its turn, each thread's share with its owner, and so leaves the
- * registers for whole tiles of scores; else the tiles are half as wide. */
-template <int WIDTH, bool PLENTY> struct shared_dkv : shared_fp32<WIDTH, PLENTY ? 8 : 4> {
-    float4 waiting[PLENTY ? 16 : 1][THREADS];
+/* dK and dV take turns in registers: one waits in shared memory, each thread's share with its owner. */
+template <int WIDTH> struct shared_dkv : shared<WIDTH> {
+    float4 waiting[16][THREADS];
 };
 
-template <bool PLENTY> __device__ static void put_away(float4 (*waiting)[THREADS], const float (&Y)[8][8])
+__device__ static void exchange(float (&Y)[8][8], float4 (*waiting)[THREADS])
 {
 #pragma unroll
-    for (int e = 0; PLENTY && e < 16; e++)
-        waiting[e][threadIdx.x] = *(const float4 *)&Y[e / 2][e % 2 * 4];
+    for (int e = 0; e < 16; e++) {
+        float4 &mine = *(float4 *)&Y[e / 2][e % 2 * 4], theirs = waiting[e][threadIdx.x];
+        waiting[e][threadIdx.x] = mine;
+        mine = theirs;
+    }
 }
 
-template <bool PLENTY> __device__ static void take_back(float (&Y)[8][8], const float4 (*waiting)[THREADS])
-{
-#pragma unroll
-    for (int e = 0; PLENTY && e < 16; e++)
-        *(float4 *)&Y[e / 2][e % 2 * 4] = waiting[e][threadIdx.x];
-}
-
-template <int WIDTH, bool PLENTY>
-__global__ void __launch_bounds__(THREADS, 2) dkv_portable(const __grid_constant__ args a, int tiles, int slices)
+/* dK, dV or both: where shared memory has no place for a second result, each has a launch of its own. */
+template <int WIDTH>
+__global__ void __launch_bounds__(THREADS, 2)
+    dkv_portable(const __grid_constant__ args a, int tiles, int slices, bool wants_k, bool wants_v)
 {
     extern __shared__ float4 memory[];
-    auto &all = *(shared_dkv<WIDTH, PLENTY> *)memory;
-    shared_fp32<WIDTH, PLENTY ? 8 : 4> &s = all;
+    auto &all = *(shared_dkv<WIDTH> *)memory;
+    shared<WIDTH> &s = all;
     unsigned index = blockIdx.x;
     const int slice = index % slices * WIDTH;
     index /= slices;
     const unsigned heads = a.B * a.Hk;
     const int n0 = index / heads * s.ROWS, hk = index % heads % a.Hk, b = index % heads / a.Hk;
+    const bool both = wants_k && wants_v;
     meet_head(s, a, b, hk * a.G);
     const span &q = s.sequence;
     if (n0 >= q.keys)
@@ -215,10 +223,12 @@ __global__ void __launch_bounds__(THREADS, 2) dkv_portable(const __grid_constant
     }
     const rows_of K = { a.k, s.row[0], a.D }, V = { a.v, s.row[1], a.Dv };
     const rows_of Q = { a.q, s.column[0], a.D }, dO = { a.d_o, s.column[1], a.Dv };
-    float dK[8][8], dV[8][8];
-    clear(dK);
-    clear(dV);
-    put_away<PLENTY>(all.waiting, dK);
+    float Y[8][8]; /* dV, and dK in its turn */
+    clear(Y);
+    if (both) {
+        exchange(Y, all.waiting);
+        clear(Y);
+    }
     int first, last, first_of_end, last_of_end;
     band_of_key(a, q, n0, first, last);
     band_of_key(a, q, min(n0 + s.ROWS, q.keys) - 1, first_of_end, last_of_end);
@@ -229,33 +239,42 @@ __global__ void __launch_bounds__(THREADS, 2) dkv_portable(const __grid_constant
     for (int h = hk * a.G; h < (hk + 1) * a.G; h++) {
         meet_head(s, a, b, h);
         for (int i0 = first; i0 < last; i0 += s.COLUMNS) {
-            float X[8][PLENTY ? 8 : 4];
+            float X[8][8];
             meet_query_columns(s, a, q, s.of, i0);
             start_rows(s, slot, K, Q, 0);
             clear(X);
             multiply_rows(X, s, slot, K, Q, [&](int free) { start_rows(s, free, V, dO, 0); }); /* S^T  = K Q^T */
             write_tile(s, X);
             clear(X);
-            multiply_rows(X, s, slot, V, dO, [&](int free) { start_slice(s, free, dO, 0, slice); }); /* dP^T = V dO^T */
+            multiply_rows(X, s, slot, V, dO, [&](int free) { /* dP^T = V dO^T */
+                                                             if (wants_v)
+                                                                 start_slice(s, free, dO, 0, slice);
+            });
             differentiate<true>(X, s, a, i0, n0, i0 >= inside && i0 + s.COLUMNS <= outside, true);
-            multiply_tile(dV, s, slot, dO, slice); /* dV += P^T dO */
-            start_slice(s, slot, Q, 0, slice);
-            __syncthreads();
-            write_tile(s, X);
-            take_back<PLENTY>(dK, all.waiting);
-            multiply_tile(dK, s, slot, Q, slice); /* dK += dS^T Q */
-            put_away<PLENTY>(all.waiting, dK);
+            if (wants_v)
+                multiply_tile(Y, s, slot, dO, slice); /* dV += P^T dO */
+            if (wants_k) {
+                start_slice(s, slot, Q, 0, slice);
+                __syncthreads();
+                write_tile(s, X);
+                if (both)
+                    exchange(Y, all.waiting);
+                multiply_tile(Y, s, slot, Q, slice); /* dK += dS^T Q */
+                if (both)
+                    exchange(Y, all.waiting);
+            }
             __syncthreads();
         }
     }
-    take_back<PLENTY>(dK, all.waiting);
     auto own = [&](const view &t) {
         return [&](int row) { return n0 + row < q.keys ? key_at(a, q, t, hk, n0 + row) : NOWHERE; };
     };
-    if (a.d_v.data)
-        store_slice<WIDTH>(dV, a.d_v, slice, a.Dv, a.accumulate, own(a.d_v));
-    if (a.d_k.data)
-        store_slice<WIDTH>(dK, a.d_k, slice, a.D, a.accumulate, own(a.d_k));
+    if (wants_v)
+        store_slice(Y, s, a.d_v, slice, a.Dv, a.accumulate, own(a.d_v));
+    if (both)
+        exchange(Y, all.waiting);
+    if (wants_k)
+        store_slice(Y, s, a.d_k, slice, a.D, a.accumulate, own(a.d_k));
 }
 
 /* ---- dbias ------------------------------------------------------------------------------------------------------- */
@@ -263,7 +282,7 @@ __global__ void __launch_bounds__(THREADS, 2) dkv_portable(const __grid_constant
 /* Where bias has one row, or one column, for all: those of a tile are summed too, in the shared tile, and the tiles of
  * the whole row or column are met by the one block that owns it. */
 template <int WIDTH>
-__device__ static void store_bias(const args &a, shared_fp32<WIDTH> &s, int b, int h, int i0, int n0, int keys)
+__device__ static void store_bias(const args &a, shared<WIDTH> &s, int b, int h, int i0, int n0, int keys)
 {
     constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
     const bool one_row = a.bias_shape[2] == 1, one_column = a.bias_shape[3] == 1;
@@ -273,7 +292,7 @@ __device__ static void store_bias(const args &a, shared_fp32<WIDTH> &s, int b, i
         float sum = 0.0f;
         for (int c = one_column ? 0 : column; c < (one_column ? COLUMNS : column + 1); c++)
             for (int r = one_row ? 0 : row; r < (one_row ? ROWS : row + 1); r++)
-                sum += *tile_at(s, c, r);
+                sum += s.line_at(r)[c];
         int64_t j = one_column ? 0 : a.col + (n0 + column) * a.col_step;
         store(a.d_bias, row_at(a.d_bias, b, h, one_row ? 0 : i0 + row) + j * a.d_bias.stride[3], sum);
     }
@@ -285,14 +304,18 @@ __global__ void __launch_bounds__(THREADS, 2)
     dbias_portable(const __grid_constant__ args a, int tiles, int key_tiles, int keys)
 {
     extern __shared__ float4 memory[];
-    auto &s = *(shared_fp32<BIAS_WIDTH> *)memory;
+    auto &s = *(shared<BIAS_WIDTH> *)memory;
     constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
+    __shared__ int own_b, own_h, own_i, own_n; /* looked at too rarely for registers */
     const bool one_row = a.bias_shape[2] == 1, one_column = a.bias_shape[3] == 1;
     const bool one_head = a.bias_shape[1] == 1, one_batch = a.bias_shape[0] == 1;
-    unsigned index = blockIdx.x;
-    const int own_n = index % key_tiles * COLUMNS, own_i = index / key_tiles % tiles * ROWS;
-    index = index / key_tiles / tiles;
-    const int own_h = index % a.bias_shape[1], own_b = index / a.bias_shape[1];
+    if (threadIdx.x == 0) {
+        unsigned index = blockIdx.x;
+        own_n = index % key_tiles * COLUMNS, own_i = index / key_tiles % tiles * ROWS;
+        index = index / key_tiles / tiles;
+        own_h = index % a.bias_shape[1], own_b = index / a.bias_shape[1];
+    }
+    __syncthreads();
 
     const span &q = s.sequence;
     const head &x = s.of;
@@ -304,10 +327,9 @@ __global__ void __launch_bounds__(THREADS, 2)
             meet_head(s, a, b, h);
             for (int i0 = own_i; i0 < (one_row ? q.rows : min(q.rows, own_i + 1)); i0 += ROWS) {
                 meet_queries(s, a, q, x, i0);
-                const int rows = min(ROWS, q.rows - i0);
-                const int first = min(s.low[0], s.low[rows - 1]), last = max(s.high[0], s.high[rows - 1]);
                 for (int n0 = own_n; n0 < (one_column ? q.keys : min(q.keys, own_n + 1)); n0 += COLUMNS) {
-                    if (n0 >= last || n0 + COLUMNS <= first)
+                    const int end = min(ROWS, q.rows - i0) - 1;
+                    if (n0 >= max(s.high[0], s.high[end]) || n0 + COLUMNS <= min(s.low[0], s.low[end]))
                         continue;
                     float dS[8][8];
                     query_tile(dS, s, slot, a, i0, n0, false, false, [](int) {});
@@ -335,10 +357,10 @@ heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x)
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     if (status || keys == 0 || a.Sq == 0 || a.B == 0)
         return status;
-    typedef shared_fp32<BIAS_WIDTH> shared;
-    const int64_t tiles = tiles_of(shape[2], shared::ROWS);
-    const int64_t key_tiles = shape[3] == 1 ? 1 : tiles_of(keys, shared::COLUMNS);
-    return launch(dbias_portable, shape[0] * shape[1] * tiles * key_tiles, THREADS, sizeof(shared), x, a, (int)tiles,
+    typedef shared<BIAS_WIDTH> own;
+    const int64_t tiles = tiles_of(shape[2], own::ROWS);
+    const int64_t key_tiles = shape[3] == 1 ? 1 : tiles_of(keys, own::COLUMNS);
+    return launch(dbias_portable, shape[0] * shape[1] * tiles * key_tiles, THREADS, sizeof(own), x, a, (int)tiles,
                   (int)key_tiles, (int)keys);
 }
 
@@ -346,25 +368,24 @@ heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x)
 
 template <int WIDTH> static heed_status run_dq(const args &a, const heed_exec *x)
 {
-    typedef shared_fp32<WIDTH> shared;
-    int64_t tiles = tiles_of(a.Sq, shared::ROWS), slices = tiles_of(a.D, WIDTH);
-    return launch(dq_portable<WIDTH>, tiles * slices * a.Hq * a.B, THREADS, sizeof(shared), x, a, (int)tiles,
+    int64_t tiles = tiles_of(a.Sq, shared<WIDTH>::ROWS), slices = tiles_of(a.D, WIDTH);
+    return launch(dq_portable<WIDTH>, tiles * slices * a.Hq * a.B, THREADS, sizeof(shared<WIDTH>), x, a, (int)tiles,
                   (int)slices);
 }
 
-template <int WIDTH, bool PLENTY> static heed_status run_dkv(const args &a, const heed_exec *x)
+template <int WIDTH>
+static heed_status run_dkv(const args &a, bool wants_k, bool wants_v, const heed_plan *plan, const heed_exec *x)
 {
-    typedef shared_dkv<WIDTH, PLENTY> shared;
+    const bool both = wants_k && wants_v;
+    if (both && plan->device.shared_bytes < sizeof(shared_dkv<WIDTH>)) {
+        heed_status status = run_dkv<WIDTH>(a, true, false, plan, x);
+        return status ? status : run_dkv<WIDTH>(a, false, true, plan, x);
+    }
     int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    int64_t tiles = tiles_of(keys, shared::ROWS), slices = tiles_of(HEED_MAX(a.D, a.Dv), WIDTH);
-    return launch(dkv_portable<WIDTH, PLENTY>, tiles * slices * a.Hk * a.B, THREADS, sizeof(shared), x, a, (int)tiles,
-                  (int)slices);
-}
-
-template <int WIDTH> static heed_status run_dkv(const args &a, const heed_plan *plan, const heed_exec *x)
-{
-    return plan->device.shared_bytes < sizeof(shared_dkv<WIDTH, true>) ? run_dkv<WIDTH, false>(a, x)
-                                                                       : run_dkv<WIDTH, true>(a, x);
+    int64_t tiles = tiles_of(keys, shared<WIDTH>::ROWS), slices = tiles_of(HEED_MAX(a.D, a.Dv), WIDTH);
+    return launch(dkv_portable<WIDTH>, tiles * slices * a.Hk * a.B, THREADS,
+                  both ? sizeof(shared_dkv<WIDTH>) : sizeof(shared<WIDTH>), x, a, (int)tiles, (int)slices, wants_k,
+                  wants_v);
 }
 
 size_t heed_backward_workspace_portable(const heed_problem *p, const heed_plan *plan)
@@ -380,7 +401,9 @@ heed_status heed_backward_portable(const heed_problem *p, const heed_plan *plan,
     heed_status status = call.status;
     if (!status && a.d_q.data)
         status = a.D <= 64 ? run_dq<64>(a, x) : run_dq<128>(a, x);
-    if (!status && (a.d_k.data || a.d_v.data))
-        status = a.D <= 64 && a.Dv <= 64 ? run_dkv<64>(a, plan, x) : run_dkv<128>(a, plan, x);
+    const bool wants_k = a.d_k.data, wants_v = a.d_v.data;
+    if (!status && (wants_k || wants_v))
+        status = a.D <= 64 && a.Dv <= 64 ? run_dkv<64>(a, wants_k, wants_v, plan, x)
+                                         : run_dkv<128>(a, wants_k, wants_v, plan, x);
     return status;
 }

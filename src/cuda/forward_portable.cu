@@ -4,6 +4,13 @@
 #include "launch.cuh"
 #include "tile_fp32.cuh"
 
+/* Blackwell's compilers are a few registers short of more. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+template <int WIDTH> using shared = shared_fp32<WIDTH, 2>;
+#else
+template <int WIDTH> using shared = shared_fp32<WIDTH, 4>;
+#endif
+
 /* The threads of a row are neighbours. */
 template <int GROUPS> __device__ static float row_max(float x)
 {
@@ -21,31 +28,33 @@ template <int GROUPS> __device__ static float row_sum(float x)
     return x;
 }
 
-/* P = exp(S - m'), l = l a + sum P, O = O a, with a = exp(m - m'). l is the thread's own part of the sum; m lies in
- * shared memory, read and written by the neighbours that share a row. */
+/* S = factor S, P = exp(S - m'), l = l a + sum P, with a = exp(m - m') to rescale O by. l is the thread's own part of
+ * the sum; m lies in shared memory, read and written by the neighbours that share a row. */
 template <int WIDTH>
-__device__ static void softmax_step(float (&S)[8][8], shared_fp32<WIDTH> &s, float *m, float (&l)[8], float (&O)[8][8])
+__device__ static void softmax_step(float (&S)[8][8], shared<WIDTH> &s, float factor, float *m, float (&l)[8],
+                                    float (&rescale)[8])
 {
 #pragma unroll
     for (int r = 0; r < 8; r++) {
         const float before = m[s.row_of(r)];
         float most = before, sum = 0.0f;
 #pragma unroll
-        for (int c = 0; c < 8; c++)
+        for (int c = 0; c < 8; c++) {
+            S[r][c] *= factor;
             most = fmaxf(most, S[r][c]);
+        }
         most = row_max<s.CG>(most);
-        const float base = most == -CUDART_INF_F ? 0.0f : most, rescale = expf(before - base);
+        const float base = most == -CUDART_INF_F ? 0.0f : most;
+        rescale[r] = expf(before - base);
 #pragma unroll
         for (int c = 0; c < 8; c++) {
             S[r][c] = expf(S[r][c] - base);
             sum += S[r][c];
         }
-        if (s.t() == 0) /* all have read it: they met in row_max() */
+        __syncwarp(); /* all have read it */
+        if (s.t() == 0)
             m[s.row_of(r)] = most;
-        l[r] = l[r] * rescale + sum;
-#pragma unroll
-        for (int c = 0; c < 8; c++)
-            O[r][c] *= rescale;
+        l[r] = l[r] * rescale[r] + sum;
     }
 }
 
@@ -53,7 +62,7 @@ template <int WIDTH>
 __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_constant__ args a, int tiles, int slices)
 {
     extern __shared__ float4 memory[];
-    auto &s = *(shared_fp32<WIDTH> *)memory;
+    auto &s = *(shared<WIDTH> *)memory;
     constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
     unsigned index = blockIdx.x;
     const int slice = index % slices * WIDTH;
@@ -91,28 +100,35 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
             s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, x.hk, n) : NOWHERE;
         }
         __syncthreads();
-        own_scores<WIDTH, false, 8> S = { {}, s.low, s.high, i0, n0, 0 };
+        float S[8][8], factor = a.scale, rescale[8];
+        clear(S);
         start_rows(s, slot, Q, K, 0);
-        multiply_rows(S.X, s, slot, Q, K, [&](int free) { start_slice(s, free, V, 0, slice); }); /* S  = Q K^T */
-        score(S, a.scale, a, q, x, n0 >= inside && n0 + COLUMNS <= outside);
-        softmax_step(S.X, s, m, l, O);
+        multiply_rows(S, s, slot, Q, K, [&](int free) { start_slice(s, free, V, 0, slice); }); /* S  = Q K^T */
+        const bool whole = n0 >= inside && n0 + COLUMNS <= outside;
+        if (!whole || has_extras(a)) {
+            write_tile(s, S);
+            for_each_query<false>(s, i0, n0, [&](auto &some) { score(some, a.scale, a, q, x, whole); });
+            read_tile(s, S);
+            factor = 1.0f;
+        }
+        softmax_step(S, s, factor, m, l, rescale);
         if (a.drop_below) {
-            const uint64_t kept = draw_all<WIDTH, false, 8>(a, q, x, i0, n0);
+            const uint64_t kept = draw_all<WIDTH, false>(a, q, x, i0, n0);
 #pragma unroll
             for (int r = 0; r < 8; r++)
 #pragma unroll
                 for (int c = 0; c < 8; c++)
-                    S.X[r][c] = kept >> (8 * r + c) & 1 ? S.X[r][c] * a.keep_scale : 0.0f;
+                    S[r][c] = kept >> (8 * r + c) & 1 ? S[r][c] * a.keep_scale : 0.0f;
         }
-        write_tile(s, S.X);
+        write_tile(s, S);
         float PV[8][8]; /* summed apart: over many keys that is the more accurate */
         clear(PV);
-        multiply_tile(PV, s, slot, V, slice); /* O += P V */
+        multiply_tile(PV, s, slot, V, slice); /* O  = a O + P V */
 #pragma unroll
         for (int r = 0; r < 8; r++)
 #pragma unroll
             for (int c = 0; c < 8; c++)
-                O[r][c] += PV[r][c];
+                O[r][c] = fmaf(O[r][c], rescale[r], PV[r][c]);
     }
 
     __syncthreads(); /* m is that of the last tile */
@@ -133,15 +149,14 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
         if (a.lse.data && slice == 0 && s.t() == 0 && i < q.rows)
             store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
     }
-    store_slice<WIDTH>(O, a.o, slice, a.Dv, false, [&](int row) {
-        return i0 + row < q.rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;
-    });
+    store_slice(O, s, a.o, slice, a.Dv, false,
+                [&](int row) { return i0 + row < q.rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE; });
 }
 
 template <int WIDTH> static heed_status run(const args &a, const heed_exec *x)
 {
-    int64_t tiles = tiles_of(a.Sq, shared_fp32<WIDTH>::ROWS), slices = tiles_of(a.Dv, WIDTH);
-    return launch(forward_portable<WIDTH>, tiles * slices * a.Hq * a.B, THREADS, sizeof(shared_fp32<WIDTH>), x, a,
+    int64_t tiles = tiles_of(a.Sq, shared<WIDTH>::ROWS), slices = tiles_of(a.Dv, WIDTH);
+    return launch(forward_portable<WIDTH>, tiles * slices * a.Hq * a.B, THREADS, sizeof(shared<WIDTH>), x, a,
                   (int)tiles, (int)slices);
 }
 

@@ -111,6 +111,12 @@ template <class T> __device__ inline void scale_scores(T &t, float factor)
             t.at(r, c) *= factor;
 }
 
+/* Whether scores are more than scale * q.k, or P more than their exponentials. */
+__host__ __device__ inline bool has_extras(const args &a)
+{
+    return a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below;
+}
+
 /* Hides what mask and band hide. whole: the band hides nothing in this tile. */
 template <bool MASKS, class T>
 __device__ inline void hide_scores(T &t, const args &a, const span &s, const head &x, bool whole)
