@@ -102,18 +102,23 @@ TEST(a_window_keeps_nan_out_on_both_sides)
     }
 }
 
-/* Keys that no query of the problem may see may hold anything. */
-/* One query, bounds of the window at odd keys: where keys are multiplied in pairs, a pair reaches over the edge. */
+/* Keys that no query of the problem may see may hold anything. Bounds of the window at odd keys: where keys are multiplied in
+ * pairs, a pair reaches over the edge. One query, and enough of them for tiles. */
 TEST(a_window_with_odd_edges_keeps_nan_out)
 {
-    for_each_strict_kernel(HEED_FORWARD, kernel) {
-        test_case c = case_new(&kernel, (case_shape){ .Hq = 16, .Hk = 1, .Sq = 1, .Sk = 60, .D = 32 });
-        c.a.windowed = 1;
-        c.a.window_left = 28, c.a.window_right = -1; /* keys 31 to 59 */
-        fill_row(&c.a.v, 0, 0, 30, NAN);
-        case_check(&c);
-        case_free(&c);
-    }
+    for_each_strict_kernel(HEED_FORWARD, kernel)
+        for (int64_t rows = 1; rows <= 9; rows += 8) {
+            test_case c = case_new(&kernel, (case_shape){ .Hq = 16, .Hk = 1, .Sq = rows, .Sk = 60, .D = 32 });
+            c.a.windowed = 1;
+            c.a.window_left = 27 + rows, c.a.window_right = -1; /* the first row sees keys 33 - 2 rows to 59 */
+            fill_row(&c.a.v, 0, 0, 32 - 2 * rows, NAN);
+            case_check(&c);
+            c.a.align = HEED_ALIGN_TOP_LEFT;
+            c.a.window_left = -1, c.a.window_right = 0; /* the last row sees keys 0 to rows - 1 */
+            fill_row(&c.a.v, 0, 0, rows, NAN);
+            case_check(&c);
+            case_free(&c);
+        }
 }
 
 /* heed.h: a bias of "-inf hides the key as a mask does". */

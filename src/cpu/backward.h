@@ -104,7 +104,7 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
     const heed_problem *p = x->j.p;
     _Atomic int32_t *turn = turn_of(x, &b->span, b->h, block);
     source d_q = rows_of(p, &b->span, &p->g.d_q, b->h, p->D);
-    int in_place = x->f.dq_in_place, careful = x->j.partial && !(b->finite && b->keys_finite);
+    int in_place = x->f.dq_in_place;
     int add = key_block != bounds.first;
     b->dQ = NULL;
     if (p->g.d_q.data)
@@ -113,14 +113,14 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
                             ? b->dQs
                             : at_bytes(&x->j, x->f.dq) + row_index(x, &b->span, b->h, b->i0) * x->f.wide,
                         x->f.wide, &b->ld_dq);
-    if (!careful) {
+    if (!b->careful) {
         for (int64_t t = 0; t < b->score_tiles; t++)
             score_rows(b, t, NULL);
         add_to_keys(b);
     }
     while (atomic_load_explicit(turn, memory_order_acquire) != key_block)
         sched_yield();
-    if (careful) {
+    if (b->careful) {
         if (!b->met)
             clear_key_sums(b, 0, b->n1 - b->n0);
         add_seen_pairs(b, add);

@@ -109,10 +109,11 @@ typedef struct backward_block {
     int64_t hk, n0, n1; /* keys */
     int64_t h, i0, rows;
     int64_t score_tiles, tiles; /* tiles of rows: for S and dP, for dQ */
-    int finite, keys_finite;
-    int all_seen; /* every row sees every key */
-    int met;      /* dK and dV hold sums already */
-    ahead next;   /* a step for each row, or pair of rows */
+    int keys_finite;            /* -1: not known yet */
+    int all_seen;               /* every row sees every key */
+    int careful;                /* something is not finite and not every row sees every key: pair by pair */
+    int met;                    /* dK and dV hold sums already */
+    ahead next;                 /* a step for each row, or pair of rows */
     query row[BQ];
     float lse[BQ], delta[BQ];
     left Q, dO;
@@ -161,7 +162,7 @@ static void load_keys(backward_block *b, int64_t n0, int64_t n1)
     pack_panels(b->Kt - n0 / PANEL * PANEL * units_of(p->D), &k, n0, n1, b->x->j.k_scale);
     pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv), &v, n0, n1, 1);
     b->K_rows = right_rows(&k, n0, n1, b->Ks, b->x->f.wide, b->x->f.k_in_place);
-    b->keys_finite = !b->x->j.partial || (rows_are_finite(&k, n0, n1) && rows_are_finite(&v, n0, n1));
+    b->keys_finite = -1;
 }
 
 /* out[r] = the product of rows first + r of two tensors of the same size, r < n. */
@@ -201,6 +202,16 @@ static void delta_of_rows(float *delta, const heed_problem *p, const heed_span *
         delta[r] = g->delta.data ? at[r * given->stride[2]] : delta[r] - at[r * given->stride[2]];
 }
 
+static int keys_are_finite(backward_block *b)
+{
+    const heed_problem *p = b->x->j.p;
+    if (b->keys_finite < 0) {
+        source k = keys_of(p, &b->span, &p->a.k, b->hk, p->D), v = keys_of(p, &b->span, &p->a.v, b->hk, p->Dv);
+        b->keys_finite = rows_are_finite(&k, b->n0, b->n1) && rows_are_finite(&v, b->n0, b->n1);
+    }
+    return b->keys_finite;
+}
+
 static void load_rows(backward_block *b, int64_t h, int64_t i0)
 {
     const heed_problem *p = b->x->j.p;
@@ -210,7 +221,8 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
     b->rows = HEED_MIN(b->x->f.block, b->span.rows - i0);
     b->tiles = tile_count(b->rows, tile_height(&b->x->j, b->span.keys));
     b->score_tiles = PLAIN_UNITS(&b->x->j) && !HEED_AMX ? tile_count(b->rows, UNIT_ROWS) : b->tiles;
-    b->finite = b->all_seen = 1;
+    int finite = 1;
+    b->all_seen = 1;
     if (b->x->f.delta_late)
         delta_of_rows(b->delta, p, &b->span, h, i0, b->rows);
     else
@@ -224,7 +236,7 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
         if (b->lse[r] == -INFINITY) /* saw no key: P = 0 */
             b->lse[r] = INFINITY, b->delta[r] = 0, b->row[r].last = b->row[r].first;
         else if (b->lse[r] - b->lse[r] != 0 || b->delta[r] - b->delta[r] != 0)
-            b->finite = 0;
+            finite = 0;
         b->all_seen = b->all_seen && b->row[r].first <= b->n0 && b->row[r].last >= b->n1;
     }
     b->Q = left_rows(&q, i0, i0 + b->rows, b->Qu, b->x->f.ldq);
@@ -237,8 +249,11 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
         b->dO_rows = (right){ b->dOu, b->dO.ld, PANEL };
     else
         b->dO_rows = right_rows(&d_o, i0, i0 + b->rows, b->dOs, b->x->f.wide_v, b->x->f.o_in_place);
-    if (b->x->j.partial && b->finite)
-        b->finite = rows_are_finite(&q, i0, i0 + b->rows) && rows_are_finite(&d_o, i0, i0 + b->rows);
+    const heed_attention *a = &p->a;
+    b->careful = 0;
+    if (b->x->j.partial && (!b->all_seen || a->mask.data || a->bias.data))
+        b->careful = !(finite && rows_are_finite(&q, i0, i0 + b->rows) && rows_are_finite(&d_o, i0, i0 + b->rows) &&
+                       keys_are_finite(b));
 }
 
 /* The columns of the block of keys that rows [r0, r0 + rows) see between them; 0 when there are none. */

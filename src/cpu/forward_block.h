@@ -133,6 +133,15 @@ static inline float unit_value(const void *data, int64_t pair, int64_t half)
 #endif
 }
 
+static int values_are_finite(const forward_block *b, int64_t first, int64_t last)
+{
+    const heed_problem *p = b->j->p;
+    if (first >= last)
+        return 1;
+    source v = keys_of(p, b->span, &p->a.v, b->hk, p->Dv);
+    return rows_are_finite(&v, first, last);
+}
+
 /* O = keep O + P V for a tile in whose keys some value is not finite and that not every row sees: 0 * NaN must not be
  * added. */
 static void add_seen_values(float *O, int64_t ldo, const float *S, right V, int64_t rows, int64_t from, int64_t to,
@@ -149,18 +158,22 @@ static void add_seen_values(float *O, int64_t ldo, const float *S, right V, int6
     }
 }
 
-/* One tile of rows against one block of keys, n0 .. n1-1. *finite: whether V is so there, -1 where not known yet. */
+/* One tile of rows against one block of keys, n0 .. n1-1. *finite, where a mask or a bias may hide any key: whether V is
+ * so there, -1 where not known yet. */
 static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, int *finite)
 {
     const job *j = b->j;
     int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
     const query *q = b->row + r0;
-    int64_t first = n1, last = n0, all_first = n0, all_last = n1; /* seen by some row, seen by all */
-    for (int64_t r = 0; r < rows; r++) {
-        first = HEED_MIN(first, q[r].first), last = HEED_MAX(last, q[r].last);
-        all_first = HEED_MAX(all_first, q[r].first), all_last = HEED_MIN(all_last, q[r].last);
+    int64_t first = n0, last = n1, all_first = n0, all_last = n1; /* seen by some row, seen by all */
+    if (j->partial) {
+        first = n1, last = n0;
+        for (int64_t r = 0; r < rows; r++) {
+            first = HEED_MIN(first, q[r].first), last = HEED_MAX(last, q[r].last);
+            all_first = HEED_MAX(all_first, q[r].first), all_last = HEED_MIN(all_last, q[r].last);
+        }
+        first = HEED_MAX(first, n0), last = HEED_MIN(last, n1);
     }
-    first = HEED_MAX(first, n0), last = HEED_MIN(last, n1);
     if (first >= last)
         return;
 
@@ -192,16 +205,19 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     int64_t width = round_up(j->p->Dv, W), skip = (first - n0) / (PER_UNIT * STEP) * STEP;
     if (!b->is_direct)
         V.data += n0 / PER_UNIT * V.ld;
-    /* A step or a pair reaches a key beyond. */
-    int odd = PER_UNIT > 1 && ((first - n0) % (PER_UNIT * STEP) || ((last - n0) % 2 && last < n1));
-    if (j->partial && *finite < 0 && (j->changes || odd || all_first > first || all_last < last)) {
-        source values = keys_of(j->p, b->span, &j->p->a.v, b->hk, j->p->Dv);
-        *finite = rows_are_finite(&values, n0, n1);
+    int careful = 0;
+    if (j->partial && (j->p->a.mask.data || j->p->a.bias.data)) {
+        if (*finite < 0)
+            *finite = values_are_finite(b, n0, n1);
+        careful = !*finite;
+    } else if (j->partial) { /* a step or a pair reaches keys that no row sees */
+        int64_t begin = n0 + skip * PER_UNIT, end = HEED_MIN(n0 + round_up(last - n0, PER_UNIT), n1);
+        careful = !values_are_finite(b, begin, HEED_MIN(all_first, end)) ||
+                  !values_are_finite(b, HEED_MAX(all_last, begin), end);
     }
     if (b->is_direct)
-        direct_values(&b->direct, O, b->f->ldo, S, n0, first - n0, last - n0, b->started[t] ? keep : NULL,
-                      *finite == 0);
-    else if (*finite == 0)
+        direct_values(&b->direct, O, b->f->ldo, S, n0, first - n0, last - n0, b->started[t] ? keep : NULL, careful);
+    else if (careful)
         add_seen_values(O, b->f->ldo, S, V, rows, first - n0, last - n0, width, b->started[t] ? keep : NULL);
     else
         multiply(O, b->f->ldo, (left){ S + skip, LDS, 0 }, (right){ V.data + skip * V.ld, V.ld, V.next }, rows,
@@ -209,33 +225,38 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     b->started[t] = 1;
 }
 
-/* Normalises row r of the block, adds the sink, writes o and lse. */
-static void finish_row(const forward_block *b, int64_t r, float *O, float m, float l)
+/* lse of a row that saw keys, and in *scale what normalises its O; with the sink. */
+static float lse_of(const job *j, query q, float m, float l, float *scale)
 {
-    const heed_problem *p = b->j->p;
-    const heed_attention *a = &p->a;
-    query q = b->row[r];
-    double top = (double)m * (b->j->changes ? 1 : b->j->s_scale), sum = l, lse = -INFINITY;
-    float scale = 0;
+    const heed_tensor *t = &j->p->a.sink;
+    double top = (double)m * (j->changes ? 1 : j->s_scale), sum = l;
+    if (t->data) {
+        double sink = ((const float *)t->data)[q.h * t->stride[1]], max = sink > top ? sink : top;
+        sum = sum * exp(top - max) + exp(sink - max);
+        *scale = (float)(exp(top - max) / sum);
+        top = max;
+    }
+    return (float)(top + logf((float)sum));
+}
+
+/* Normalises row r of the block, adds the sink, writes o and lse. */
+static inline void finish_row(const forward_block *b, int64_t r, float *O, float m, float l)
+{
+    const heed_attention *a = &b->j->p->a;
+    int64_t Dv = b->j->p->Dv, batch = b->span->q_batch, h = b->row[r].h, row = b->span->q_row + b->row[r].i;
+    float scale = 0, lse = -INFINITY;
     if (l != 0 || m != m) {
-        scale = (float)(1 / sum);
-        if (a->sink.data) {
-            double sink = ((const float *)a->sink.data)[q.h * a->sink.stride[1]], max = sink > top ? sink : top;
-            sum = sum * exp(top - max) + exp(sink - max);
-            scale = (float)(exp(top - max) / sum);
-            top = max;
-        }
-        if (a->lse.data)
-            lse = top + logf((float)sum);
+        scale = 1 / l;
+        if (a->sink.data || a->lse.data)
+            lse = lse_of(b->j, b->row[r], m, l, &scale);
     }
     if (scale == 0) /* nothing was seen, and O may never have been written */
-        memset(O, 0, (size_t)p->Dv * sizeof *O);
-    int64_t row = b->span->q_row + q.i, batch = b->span->q_batch;
-    char *o = (char *)a->o.data + (batch * a->o.stride[0] + q.h * a->o.stride[1] + row * a->o.stride[2]) *
-                                      (int64_t)heed_dtype_size(a->o.dtype);
-    store_row(o, a->o.dtype, a->o.stride[3], O, p->Dv, scale);
+        memset(O, 0, (size_t)Dv * sizeof *O);
+    char *o = (char *)a->o.data +
+              (batch * a->o.stride[0] + h * a->o.stride[1] + row * a->o.stride[2]) * (a->o.dtype == HEED_F32 ? 4 : 2);
+    store_row(o, a->o.dtype, a->o.stride[3], O, Dv, scale);
     if (a->lse.data)
-        ((float *)a->lse.data)[batch * a->lse.stride[0] + q.h * a->lse.stride[1] + row * a->lse.stride[2]] = (float)lse;
+        ((float *)a->lse.data)[batch * a->lse.stride[0] + h * a->lse.stride[1] + row * a->lse.stride[2]] = lse;
 }
 
 /* Q of the block's rows; they may belong to several heads. The direct form multiplies by K as it is: the power of two

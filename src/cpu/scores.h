@@ -62,9 +62,10 @@ static void load_bias(float *out, const heed_tensor *t, const heed_span *s, quer
 
 static const float lane_numbers[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
 
-/* -inf to columns [from, to) that lie outside [first, last). The former begin and end with whole vectors. */
-static inline void hide_columns(float *s, int64_t first, int64_t last, int64_t from, int64_t to)
+/* -inf to columns [from, to) of the block at key n0 that the row's band leaves out. They begin and end with whole vectors. */
+static inline void hide_columns(float *s, const query *q, int64_t n0, int64_t from, int64_t to)
 {
+    int64_t first = HEED_MIN(HEED_MAX(q->first - n0, from), to), last = HEED_MAX(HEED_MIN(q->last - n0, to), first);
     vec hidden = vec_set1(-INFINITY), index = vec_load(lane_numbers);
     for (int64_t c = from; c < first; c += W)
         vec_store(s + c, vec_less(index, vec_set1((float)(first - c)), hidden, vec_load(s + c)));
@@ -72,44 +73,52 @@ static inline void hide_columns(float *s, int64_t first, int64_t last, int64_t f
         vec_store(s + c, vec_less(index, vec_set1((float)(last - c)), vec_load(s + c), hidden));
 }
 
-/* S of one row from the tile's products, columns [from, to) of the block at key n0, in place; -inf where the row does
- * not see the key. slope, where wanted: the derivative of the softcap. */
-static void adjust_row(const job *j, const heed_span *span, query q, float *s, float *slope, int64_t n0, int64_t from,
+/* Scale, softcap, bias, ALiBi and mask of the columns that the band lets a row see. */
+static void change_row(const job *j, const heed_span *span, query q, float *s, float *slope, int64_t n0, int64_t from,
                        int64_t to)
 {
-    int64_t first = HEED_MIN(HEED_MAX(q.first - n0, from), to), last = HEED_MAX(HEED_MIN(q.last - n0, to), first);
-    if (j->changes && first < last) {
-        const heed_attention *a = &j->p->a;
-        float bias[BC], mask[BC];
-        if (a->bias.data)
-            load_bias(bias + first, &a->bias, span, q, n0 + first, last - first);
-        if (a->mask.data)
-            load_bias(mask + first, &a->mask, span, q, n0 + first, last - first);
-        float alibi = a->alibi.data
-                          ? ((const float *)a->alibi.data)[span->b * a->alibi.stride[0] + q.h * a->alibi.stride[1]]
-                          : 0;
-        float cap = a->softcap, per_cap = cap > 0 ? 1 / cap : 0;
-        double distance = (double)(span->r0 + (n0 + first) * span->r_step) - (double)(span->p0 + q.i * span->p_step);
+    const heed_attention *a = &j->p->a;
+    int64_t first = HEED_MAX(q.first - n0, from), last = HEED_MIN(q.last - n0, to);
+    if (first >= last)
+        return;
+    float bias[BC], mask[BC];
+    if (a->bias.data)
+        load_bias(bias + first, &a->bias, span, q, n0 + first, last - first);
+    if (a->mask.data)
+        load_bias(mask + first, &a->mask, span, q, n0 + first, last - first);
+    float alibi = a->alibi.data
+                      ? ((const float *)a->alibi.data)[span->b * a->alibi.stride[0] + q.h * a->alibi.stride[1]]
+                      : 0;
+    float cap = a->softcap, per_cap = cap > 0 ? 1 / cap : 0;
+    double distance = (double)(span->r0 + (n0 + first) * span->r_step) - (double)(span->p0 + q.i * span->p_step);
+    for (int64_t c = first; c < last; c++)
+        s[c] *= j->s_scale;
+    if (cap > 0)
+        for (int64_t c = first; c < last; c += W) { /* the last step may run over columns that are reset below */
+            vec t = vec_tanh(vec_mul(vec_load(s + c), vec_set1(per_cap)));
+            vec_store(s + c, vec_mul(t, vec_set1(cap)));
+            if (slope)
+                vec_store(slope + c, vec_sub(vec_set1(1), vec_mul(t, t)));
+        }
+    if (a->bias.data)
         for (int64_t c = first; c < last; c++)
-            s[c] *= j->s_scale;
-        if (cap > 0)
-            for (int64_t c = first; c < last; c += W) { /* the last step may run over columns that are reset below */
-                vec t = vec_tanh(vec_mul(vec_load(s + c), vec_set1(per_cap)));
-                vec_store(s + c, vec_mul(t, vec_set1(cap)));
-                if (slope)
-                    vec_store(slope + c, vec_sub(vec_set1(1), vec_mul(t, t)));
-            }
-        if (a->bias.data)
-            for (int64_t c = first; c < last; c++)
-                s[c] = bias[c] == -INFINITY ? bias[c] : s[c] + bias[c]; /* hidden, also if s is NaN */
-        if (alibi != 0)
-            for (int64_t c = first; c < last; c++)
-                s[c] -= alibi * (float)fabs(distance + (double)((c - first) * span->r_step));
-        if (a->mask.data)
-            for (int64_t c = first; c < last; c++)
-                s[c] = mask[c] != 0 ? s[c] : -INFINITY;
-    }
-    hide_columns(s, first, last, from, to);
+            s[c] = bias[c] == -INFINITY ? bias[c] : s[c] + bias[c]; /* hidden, also if s is NaN */
+    if (alibi != 0)
+        for (int64_t c = first; c < last; c++)
+            s[c] -= alibi * (float)fabs(distance + (double)((c - first) * span->r_step));
+    if (a->mask.data)
+        for (int64_t c = first; c < last; c++)
+            s[c] = mask[c] != 0 ? s[c] : -INFINITY;
+}
+
+/* S of one row from the tile's products, columns [from, to) of the block at key n0, in place; -inf where the row does
+ * not see the key. slope, where wanted: the derivative of the softcap. */
+static inline void adjust_row(const job *j, const heed_span *span, query q, float *s, float *slope, int64_t n0,
+                              int64_t from, int64_t to)
+{
+    if (j->changes)
+        change_row(j, span, q, s, slope, n0, from, to);
+    hide_columns(s, &q, n0, from, to);
 }
 
 /* out[c] = keep_scale where dropout keeps the pair, else 0; key n0 + c. */
