@@ -15,7 +15,7 @@ template <class C> static heed_status run_bf16(const backward_job &p, int blocks
     return launch(dkv_sm90<__nv_bfloat16, C, false>, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
-template <class C> static backward_kernel kernel() { return { C::ROWS, run_bf16<C> }; }
+template <class C> static backward_kernel kernel() { return { C::D, C::ROWS, run_bf16<C> }; }
 
 /* Head size; own tiles, stages of Q and of dO, ways; with sums, tiles of dS. */
 #define DKV(D, ...)                                                                                                    \
@@ -34,7 +34,7 @@ static const variant variants[] = {
     DKV(128, 2, 2, 2),
     DKV(128, 2, 2, 2, EARLY),
     DKV(128, 1, 4, 4),
-    ALL(64, 2, 4, 4, EARLY | EXACT | AHEAD, 4),
+    ALL(64, 2, 4, 4, EARLY | EXACT | AHEAD, 3),
     ALL(64, 2, 4, 4, EARLY | EXACT | AHEAD, 2),
     ALL(96, 1, 2, 2, EARLY | AHEAD, 4),
     ALL(128, 1, 2, 2, 0, 4),

@@ -95,18 +95,27 @@ int keeps_order(const heed_kernel_info *kernel)
     return 1;
 }
 
+/* Whether a row, named without its pass, is of another's type and family, or of the family that the other's extends:
+ * _cuda_sm90_f16 serves _cuda_sm90fused_f16. */
+static int serves(const char *row, const char *other)
+{
+    const char *type = strrchr(row, '_'), *other_type = strrchr(other, '_');
+    return strcmp(type, other_type) == 0 && strncmp(row, other, (size_t)(type - row)) == 0;
+}
+
 /* The row of the same family for this pass, NULL where there is none: then the planner chooses. */
 static const char *kernel_for(const test_case *c, heed_pass pass)
 {
     static const char *const prefix[] = { "forward", "backward" };
+    const char *found = NULL, *family = c->kernel.name + strlen(prefix[c->kernel.backward]);
     heed_kernel_info info;
     if (c->kernel.backward == (int)pass)
         return c->kernel.name;
-    const char *family = c->kernel.name + strlen(prefix[c->kernel.backward]);
     for (int index = 0; heed_kernel_at(index, &info) == HEED_OK; index++)
-        if (info.backward == (int)pass && strcmp(info.name + strlen(prefix[pass]), family) == 0)
-            return info.name;
-    return NULL;
+        if (info.backward == (int)pass && serves(info.name + strlen(prefix[pass]), family) &&
+            (!found || strlen(info.name) > strlen(found)))
+            found = info.name;
+    return found;
 }
 
 /* ---- Memory ----------------------------------------------------------------------------------------------------- */

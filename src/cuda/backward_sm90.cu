@@ -1,16 +1,16 @@
-/* Backward for Hopper, fp16 and bf16, head sizes to 256, without atomics and with no workspace but two floats for each
- * row of q. Three kernels: what each query contributes (L and delta), dK and dV, dQ. Or, where sums may be taken in any
- * order, one kernel for all three gradients (backward_sm90fused.cu), and what comes before and after it. */
+/* Backward for Hopper, fp16 and bf16, head sizes to 256, with no workspace but two floats for each row of q. Three
+ * kernels: what each query contributes (L and delta), dK and dV, dQ. Or one kernel for all three gradients, with dQ's
+ * sums in memory (backward_sm90fused.cu), and what comes before and after it. */
 #include "backward_sm90.cuh"
 
 /* ---- L and delta ------------------------------------------------------------------------------------------------- */
 
 struct term_rows {
     float *L, *delta; /* [batches][Hq][pitch] */
-    float4 *sums;     /* of dQ, or NULL */
-    int64_t sums_count;
-    int *counters; /* of the two kernels that follow: they start at 0 */
-    int rows, pitch, boxes;
+    dq_sums sums;
+    int *turns;    /* of as many places: they start at 0, as do */
+    int *counters; /* of the two kernels that follow */
+    int places, rows, pitch;
     int64_t count; /* batches * Hq * rows */
 };
 
@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a
     constexpr int GROUPS = 256 / LANES;
     if (blockIdx.x == 0 && threadIdx.x < 2)
         t.counters[threadIdx.x] = 0;
-    for (int64_t n = (int64_t)blockIdx.x * 256 + threadIdx.x; t.sums && n < t.sums_count; n += (int64_t)gridDim.x * 256)
-        t.sums[n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int64_t n = (int64_t)blockIdx.x * 256 + threadIdx.x; t.sums.data && n < t.places;
+         n += (int64_t)gridDim.x * 256)
+        t.turns[n] = 0;
     int64_t number = (int64_t)blockIdx.x * GROUPS * TURNS + threadIdx.x / LANES;
     int bh = (int)(number / t.rows), i = (int)(number - (int64_t)bh * t.rows);
 #pragma unroll
@@ -97,41 +98,41 @@ template <class T> static heed_status launch_terms(const args &a, const term_row
 
 /* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
 
-/* A block for each tile of each head, a warp for 16 rows. They pass through shared memory, to leave in whole rows. */
+/* A block for each tile of each head; each thread takes 16 columns of a row at a time. */
 template <class T>
 __global__ void __launch_bounds__(128)
     finish_dq(const __grid_constant__ args a, const __grid_constant__ term_rows t, int tiles)
 {
-    constexpr int PITCH = 128 + 8; /* no bank conflicts */
-    __shared__ __align__(16) float rows[4][16][PITCH];
     const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = tile * COLUMNS + warp * 16;
+    const int groups = t.sums.width / 16, octet = piece_at(a, false, 8, b, 0);
     const span q = span_of(a, b);
-    if (i >= q.rows)
-        return;
-    const float4 *from = t.sums +
-                         place_of(a, piece_at(a, false, COLUMNS, b, tile), h) * (int64_t)t.boxes * (SUMS_BOX / 4) +
-                         warp * (SUMS_WARP / 4) + lane;
-    for (int box = 0; box < t.boxes; box++)
+    const bool any = t.turns[place_of(a, piece_at(a, false, COLUMNS, b, tile), h)]; /* else nothing is there */
+    for (int n = threadIdx.x; n < COLUMNS * groups; n += 128) {
+        const int i = tile * COLUMNS + n / (8 * groups) * 8 + n % 8, group = n / 8 % groups;
+        if (i >= q.rows || group * 16 >= a.D)
+            continue;
+        const float *from = t.sums.at(h, octet, i) + group * 128 + i % 8 * 16;
+        float y[16];
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const float4 x = from[box * (SUMS_BOX / 4) + n * 32];
-            float *const to = &rows[warp][lane / 4][box * 64 + n * 8 + lane % 4 * 2];
-            *(float2 *)to = make_float2(x.x * a.scale, x.y * a.scale);
-            *(float2 *)(to + 8 * PITCH) = make_float2(x.z * a.scale, x.w * a.scale);
+        for (int lane = 0; lane < 4; lane++) {
+            const float4 x = any ? *(const float4 *)(from + lane * 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            y[lane * 2] = x.x * a.scale, y[lane * 2 + 1] = x.y * a.scale;
+            y[lane * 2 + 8] = x.z * a.scale, y[lane * 2 + 9] = x.w * a.scale;
         }
-    __syncwarp();
-    const int chunks = (a.D + 7) / 8;
-    for (int n = lane; n < min(16, q.rows - i) * chunks; n += 32) {
-        const int r = n / chunks, c = (n - r * chunks) * 8;
-        const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i + r) + c;
-        const float *y = &rows[warp][r][c];
-        if (c + 8 <= a.D && a.d_q.dtype != HEED_F32)
-            *(uint4 *)((uint16_t *)a.d_q.data + at) = make_uint4(pack<T>(y[0], y[1]), pack<T>(y[2], y[3]),
-                                                                 pack<T>(y[4], y[5]), pack<T>(y[6], y[7]));
-        else
-            for (int e = 0; e < min(8, a.D - c); e++)
-                store(a.d_q, at + e, y[e] + (a.accumulate ? load(a.d_q, at + e) : 0.0f));
+        const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i) + group * 16;
+#pragma unroll
+        for (int c = 0; c < 16; c += 8) {
+            const int columns = a.D - group * 16 - c;
+            if (columns >= 8 && a.d_q.dtype != HEED_F32)
+                *(uint4 *)((uint16_t *)a.d_q.data + at +
+                           c) = make_uint4(pack<T>(y[c], y[c + 1]), pack<T>(y[c + 2], y[c + 3]),
+                                           pack<T>(y[c + 4], y[c + 5]), pack<T>(y[c + 6], y[c + 7]));
+            else
+#pragma unroll
+                for (int e = c; e < c + 8; e++)
+                    if (e - c < columns)
+                        store(a.d_q, at + e, y[e] + (a.accumulate ? load(a.d_q, at + e) : 0.0f));
+        }
     }
 }
 
@@ -203,7 +204,8 @@ __global__ void __launch_bounds__(128)
     const int at = piece_at(a, keys, t.rows, b, tile);
     describe(a, q, keys, row, rows, t.grid, t.pieces[at]);
     if (lane == 0)
-        t.pieces[at].rows = rows, t.pieces[at].sums = piece_at(a, false, COLUMNS, b, 0);
+        t.pieces[at].rows = rows, t.pieces[at].tile = tile, t.pieces[at].turns = piece_at(a, false, COLUMNS, b, 0),
+        t.pieces[at].sums = piece_at(a, false, 8, b, 0);
     for (int r = lane; r < t.rows; r += 32)
         t.ranges[(int64_t)at * t.rows + r] = r < rows ? visible_columns(a, q, keys, row + r) : make_int2(0, 0);
 }
@@ -229,14 +231,10 @@ heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table 
     return launch(find_pieces, tiles_of((int64_t)a.B * (keys.tiles + queries.tiles), 4), 128, 0, x, a, keys, queries);
 }
 
-static int64_t sums_tiles(const heed_problem *p) { return p->a.q.shape[0] * p->a.q.shape[2] / COLUMNS + p->B + 1; }
-
-/* Many short sequences would take more memory for sums, a whole tile each, than their tensors do. And a softcap takes
- * registers that are not there beside dQ. */
+/* A softcap takes registers that are not there beside dQ. */
 static bool has_sums(const heed_problem *p, const backward_form &form)
 {
-    return form.all.launch && p->g.d_q.data && !(p->a.softcap > 0) &&
-           sums_tiles(p) * COLUMNS <= 2 * p->a.q.shape[0] * p->a.q.shape[2] + 2 * COLUMNS;
+    return form.all.launch && p->g.d_q.data && !(p->a.softcap > 0);
 }
 
 /* Returns the bytes that it takes. */
@@ -247,11 +245,15 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, void *me
     const size_t terms = (size_t)(p->a.q.shape[0] * p->Hq * pitch_of(p)) * sizeof(float);
     t->terms.L = (float *)space.take(terms);
     t->terms.delta = (float *)space.take(terms);
-    t->terms.sums = NULL;
-    t->terms.boxes = sums_boxes((int)HEED_MAX(p->D, p->Dv));
-    t->terms.sums_count = sums_tiles(p) * p->Hq * t->terms.boxes * SUMS_BOX / 4;
-    if (sums)
-        t->terms.sums = (float4 *)space.take((size_t)t->terms.sums_count * sizeof(float4));
+    t->terms.sums.data = NULL;
+    if (sums) {
+        const int64_t rows = p->a.q.shape[0] * p->a.q.shape[2];
+        dq_sums &to = t->terms.sums;
+        to.octets = (int)(rows / 8 + p->B + 1), to.width = form.all.head_dim;
+        to.data = (float *)space.take((size_t)(p->Hq * to.octets * 8 * to.width) * sizeof(float));
+        t->terms.places = (int)((rows / COLUMNS + p->B + 1) * p->Hq);
+        t->terms.turns = (int *)space.take((size_t)t->terms.places * sizeof(int));
+    }
     t->terms.counters = (int *)space.take(2 * sizeof(int));
     heed_sm90_take_table(&space, &t->of[0], p, &p->a.k, sums ? form.all.rows : form.dkv.rows, sums ? COLUMNS : 1);
     heed_sm90_take_table(&space, &t->of[1], p, &p->a.q, form.dq.rows, 1);
@@ -297,7 +299,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
                        const heed_exec *x)
 {
     const args &a = job->a;
-    const bool all = job->sums;
+    const bool all = job->sums.data;
     const piece_table &keys = t.of[0], &queries = t.of[1];
     heed_status status = HEED_OK;
     if ((a.d_k.data || a.d_v.data || all) && keys.tiles) {
@@ -306,6 +308,8 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->counter = t.terms.counters;
         job->tiles = keys.tiles, job->count = job->tiles * heads;
         job->together = heed_sm90_heads_together(a, heads, (int64_t)a.Sq * a.G * (a.D + a.Dv) * 2);
+        if (all) /* that the tiles of a head follow each other, as they take turns, and do not all start at once */
+            job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
         if (!(status = map_keys(job->own, p, a, keys.rows)) && !(status = map_queries(job->other, p, a, COLUMNS)))
             status = (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
     }
@@ -378,9 +382,9 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
     if (is_nothing(p))
         return clear_all(p, job.a, x);
     job.L = terms.L, job.delta = terms.delta, job.pitch = terms.pitch;
-    job.sums = (float *)terms.sums;
+    job.sums = terms.sums, job.turns = terms.turns;
     status = run(&job, p, t, form, chip.units, x);
-    if (status || !job.sums)
+    if (status || !job.sums.data)
         return status;
     const int tiles = (int)tiles_of(job.a.Sq, COLUMNS);
     return launch(job.a.q.dtype == HEED_F16 ? finish_dq<__half> : finish_dq<__nv_bfloat16>,

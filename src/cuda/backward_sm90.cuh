@@ -189,7 +189,7 @@ template <class T, class C>
 __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, const view &t, int width, bool accumulate,
                                     char *memory, int rows, int64_t at, int64_t step)
 {
-    const int lane = threadIdx.x % 32, top = threadIdx.x / 32 % 4 * 16;
+    const int thread = thread_anew(), lane = thread % 32, top = thread / 32 % 4 * 16;
     if (t.dtype == HEED_F32) {
         float *const to = (float *)t.data + at;
 #pragma unroll

@@ -23,11 +23,24 @@ struct score_rule {
     float c, in, out, out_inverse;
 };
 
+/* Sums of dQ, [Hq][octets][8 width]. An octet is 8 rows in the order of the lanes that hold a result: 16 columns of all
+ * rows lie together, and of these in each row four floats of its first lane (columns 0, 1, 8 and 9), of its second (2,
+ * 3, 10 and 11) and so on. Each sequence begins an octet. at(): from `row` on, a multiple of 8. */
+struct dq_sums {
+    float *data; /* NULL: there are none */
+    int octets, width;
+    __device__ float *at(int head, int first_octet, int row) const
+    {
+        return data + ((int64_t)head * octets + first_octet + row / 8) * (8 * width);
+    }
+};
+
 /* The kernels' argument. L = lse * log2(e) and delta are arrays [batches][Hq][pitch], a number for each row of q. */
 struct backward_job {
     args a;
     tensor_map own[2], other[2];
-    float *sums; /* by place_of() */
+    dq_sums sums;
+    int *turns; /* by place_of(): how many tiles of keys, of all that the sequence has, a tile of dQ is past; 0: none */
     const float *L, *delta;
     int pitch;
     score_rule rule;
@@ -47,7 +60,10 @@ struct piece {
     int other_batch, other_row; /* where column 0 lies */
     int columns;                /* that the sequence has */
     int head;
-    int sums; /* where the sequence's first tile of dQ stands among the sums */
+    int tile;  /* of the own rows, counted from the sequence's first */
+    int turns; /* where the sequence's first tile of queries stands among those that wait for turns, */
+    int sums;  /* and its first octet of rows among the sums */
+    int alone; /* from this tile of columns on, the own rows are the first to add to dQ */
     int begin[3], end[3], inside[3], outside[3];
 };
 
@@ -59,10 +75,6 @@ __device__ inline int piece_at(const args &a, bool keys, int rows, int b, int ti
     const int64_t first = offsets ? clamp(offsets[b], 0, (int)memory_rows) : b * memory_rows;
     return (int)(first / rows) + b + tile;
 }
-
-/* Sums of dQ are kept as lanes hold a result: for each tile of 64 queries, head and 64 columns, 16 rows a warp. */
-constexpr int SUMS_WARP = 16 * 64, SUMS_BOX = 4 * SUMS_WARP;
-constexpr __host__ __device__ int sums_boxes(int head_dim) { return (head_dim + 63) / 64; }
 
 __device__ inline int place_of(const args &a, int tile, int head) { return tile * a.Hq + head; }
 
@@ -94,9 +106,9 @@ void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *
 heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table &queries, const heed_exec *x);
 int heed_sm90_heads_together(const args &a, int heads, int64_t bytes_of_head);
 
-/* A kernel for some head size, and what it takes of a problem: rows of the own tile. */
+/* A kernel for head sizes up to one, and what it takes of a problem: rows of the own tile. */
 struct backward_kernel {
-    int rows;
+    int head_dim, rows;
     heed_status (*launch)(const backward_job &job, int blocks, const heed_exec *x);
 };
 
@@ -130,6 +142,8 @@ struct backward_shape {
     static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, THREADS = 128 * (CONSUMERS + 1);
     /* Registers that producers keep of what each thread starts with, and those that consumers get. */
     static constexpr int FEW = CONSUMERS == 2 ? 24 : 32, MANY = CONSUMERS == 2 ? 240 : 160;
+    static constexpr int STAGED = D <= 64 ? 2 : 1;
+    static constexpr int STEP = ADDS ? -COLUMNS : COLUMNS; /* see column_at() */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
 };
 
@@ -138,12 +152,15 @@ template <class C> struct backward_shared {
     char first[C::FIRST][C::BYTES];
     char second[C::SECOND][C::BYTES];
     char dS[C::ADDS ? C::DS : 1][C::ADDS ? C::ROWS * 128 : 16]; /* [64 queries][ROWS keys], in boxes of 64 keys */
+    float4 stage[C::STAGED][C::ADDS ? COLUMNS * C::D / 4 : 1];  /* tiles of dQ on their way to the sums */
     uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
     float L[C::KEYS ? C::FIRST : 1][COLUMNS], delta[C::KEYS ? C::SECOND : 1][COLUMNS]; /* of the tiles in the rings */
     int2 range[C::SLOTS][C::ROWS]; /* of the columns that an own row sees */
     piece work[C::SLOTS];
     uint64_t described[C::SLOTS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
+    uint64_t asked;                    /* for all that a piece of work needs */
+    uint64_t staged[2], stage_free[2]; /* of each warpgroup: they stage in turn */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
 
@@ -169,6 +186,13 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
             barrier_init(shared_address(&s.ds_full[i]), 4 * C::CONSUMERS);
             barrier_init(shared_address(&s.ds_free[i]), 4);
         }
+        if (C::ADDS) {
+            barrier_init(shared_address(&s.asked), 1);
+            for (int i = 0; i < 2; i++) {
+                barrier_init(shared_address(&s.staged[i]), 4);
+                barrier_init(shared_address(&s.stage_free[i]), 1);
+            }
+        }
         barrier_init_done();
     }
     __syncthreads();
@@ -191,6 +215,13 @@ template <class C> __device__ inline void find_piece(const backward_job &p, int 
     b = which / heads, head = which - b * heads;
     if (!C::KEYS)
         tile = p.tiles - 1 - tile;
+}
+
+/* The first column of the tile that own rows meet after `step` others. Where dQ is summed the last tile is first: then
+ * the tiles of keys that lie before come to each tile of queries earlier, whatever the band, and nobody waits long. */
+template <class C> __device__ inline int column_at(const piece &w, int step)
+{
+    return w.start + (C::ADDS ? w.tiles - 1 - step : step) * COLUMNS;
 }
 
 /* Zeroes rows live .. ROWS of a tile that has landed. */
@@ -236,6 +267,8 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
     for (int n = 0, landed = 0;;) {
         const int slot = n % C::SLOTS;
         piece &w = s.work[slot];
+        if (C::ADDS && n) /* who takes early and starts late would keep others waiting for their turn */
+            wait(shared_address(&s.asked), n - 1 & 1);
         const int number = uniform(lane ? 0 : atomicAdd(p.counter, 1));
         wait(shared_address(&s.own_free[slot]), n / C::SLOTS & 1 ^ 1);
         if (number >= p.count) {
@@ -258,8 +291,12 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             s.range[slot][r] = p.ranges[(int64_t)at * C::ROWS + r];
         __syncwarp();
         const bool some = cuts && w.rows < C::ROWS;
-        if (lane == 0)
+        if (lane == 0) {
             w.head = head;
+            if (C::ADDS)
+                w.alone = tile && p.pieces[at - 1].tiles ? p.pieces[at - 1].start / COLUMNS + p.pieces[at - 1].tiles
+                                                         : 0;
+        }
         arrive(shared_address(&s.described[slot]));
         if (some)
             bring_some_keys(p, s, slot, landed);
@@ -271,10 +308,35 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
     }
 }
 
-/* The second and third: the columns' side, one ring each. */
-template <class C, int RING> __device__ inline void bring_columns(const backward_job &p, backward_shared<C> &s)
+/* One tile of the columns' side into its ring. live: rows of it that belong to the sequence. */
+template <class C, int RING>
+__device__ inline void bring_tile(const backward_job &p, backward_shared<C> &s, const piece &w, int head, int column,
+                                  int tile, int live, int &landed)
 {
     constexpr int STAGES = RING ? C::SECOND : C::FIRST;
+    const int stage = tile % STAGES;
+    char *const to = RING ? s.second[stage] : s.first[stage];
+    const uint32_t full = shared_address(RING ? &s.second_full[stage] : &s.first_full[stage]);
+    const uint32_t barrier = live < COLUMNS ? shared_address(&s.landed[RING]) : full;
+    wait(shared_address(RING ? &s.second_free[stage] : &s.first_free[stage]), tile / STAGES & 1 ^ 1);
+    if (threadIdx.x % 32 == 0) {
+        arrive_expecting(barrier, C::BYTES);
+        load_tile<C::D, COLUMNS>(shared_address(to), p.other[RING], w.other_row + column, head, w.other_batch, barrier);
+    }
+    if (live >= COLUMNS)
+        return;
+    wait(barrier, landed >> RING & 1);
+    landed ^= 1 << RING;
+    clear_rows<COLUMNS, C::BYTES>(to, live);
+    fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        arrive(full);
+}
+
+/* The second and third: the columns' side, one ring each; or the second both, where the third keeps the turns. */
+template <class C, int RING> __device__ inline void bring_columns(const backward_job &p, backward_shared<C> &s)
+{
     const args &a = p.a;
     const bool cuts = C::KEYS ? a.lengths_q || a.offsets_q : a.lengths_k || a.offsets_k;
     int landed = 0;
@@ -286,31 +348,57 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
             return;
         const int head = C::KEYS ? w.head * a.G : w.head / a.G, heads = C::KEYS ? a.G : 1;
         for (int h = head; h < head + heads; h++)
-            for (int column = w.start; column < w.start + w.tiles * COLUMNS; column += COLUMNS, tile++) {
-                const int stage = tile % STAGES, live = cuts ? w.columns - column : COLUMNS;
-                char *const to = RING ? s.second[stage] : s.first[stage];
-                const uint32_t full = shared_address(RING ? &s.second_full[stage] : &s.first_full[stage]);
-                const uint32_t barrier = live < COLUMNS ? shared_address(&s.landed[RING]) : full;
-                wait(shared_address(RING ? &s.second_free[stage] : &s.first_free[stage]), tile / STAGES & 1 ^ 1);
-                if (threadIdx.x % 32 == 0) {
-                    arrive_expecting(barrier, C::BYTES);
-                    load_tile<C::D, COLUMNS>(shared_address(to), p.other[RING], w.other_row + column, h, w.other_batch,
-                                             barrier);
-                }
-                if (live >= COLUMNS)
-                    continue;
-                /* Only so many rows of the tile belong to this sequence. */
-                wait(barrier, landed);
-                landed ^= 1;
-                clear_rows<COLUMNS, C::BYTES>(to, live);
-                fence_async();
-                __syncwarp();
-                if (threadIdx.x % 32 == 0)
-                    arrive(full);
+            for (int step = 0; step < w.tiles; step++, tile++) {
+                const int column = column_at<C>(w, step), live = cuts ? w.columns - column : COLUMNS;
+                bring_tile<C, RING>(p, s, w, h, column, tile, live, landed);
+                if (C::ADDS)
+                    bring_tile<C, 1>(p, s, w, h, column, tile, live, landed);
             }
         __syncwarp();
-        if (threadIdx.x % 32 == 0)
+        if (threadIdx.x % 32 == 0) {
             arrive(shared_address(&s.own_free[slot]));
+            if (C::ADDS)
+                arrive(shared_address(&s.asked));
+        }
+    }
+}
+
+/* Where dQ is summed, the third: has a tile's dQ added to the sums when those of all keys before have been, and tells
+ * the next. So a row's sum is always taken in the order of the keys. The keys before are in work or done, as pieces of
+ * work are taken in their order: somebody always has no one to wait for. */
+template <class C> __device__ inline void keep_turns(const backward_job &p, backward_shared<C> &s)
+{
+    if (threadIdx.x % 32)
+        return;
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
+        if (!w.exists)
+            return;
+        for (int h = w.head * p.a.G; h < w.head * p.a.G + p.a.G; h++)
+            for (int step = 0; step < w.tiles; step++, tile++) {
+                const int row = column_at<C>(w, step);
+                const uint32_t stage = shared_address(s.stage[tile % C::STAGED]);
+                const int bytes = min(COLUMNS, (w.columns - row + 7) / 8 * 8) * C::D * (int)sizeof(float);
+                const bool first = row / COLUMNS >= w.alone;
+                int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
+                while (!first && see_turn(turn) != w.tile)
+                    ;
+                fence_async_global();
+                wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
+                if (first)
+                    bulk_store(p.sums.at(h, w.sums, row), stage, bytes);
+                else
+                    bulk_add(p.sums.at(h, w.sums, row), stage, bytes);
+                bulk_commit();
+                bulk_wait_read();
+                arrive(shared_address(&s.stage_free[(tile + C::STAGED) % 2]));
+                bulk_wait();
+                fence_async_global();
+                pass_turn(turn, w.tile + 1);
+            }
+        arrive(shared_address(&s.own_free[slot]));
     }
 }
 
@@ -332,7 +420,8 @@ template <class C> __device__ inline void bring_terms(const backward_job &p, bac
             return;
         for (int h = w.head * a.G; h < w.head * a.G + a.G; h++) {
             const int64_t at = ((int64_t)w.other_batch * a.Hq + h) * p.pitch + w.other_row + lane;
-            for (int column = w.start; column < w.start + w.tiles * COLUMNS; column += COLUMNS, tile++) {
+            for (int step = 0; step < w.tiles; step++, tile++) {
+                const int column = column_at<C>(w, step);
                 const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
                 const float *L = p.L + at + column, *delta = p.delta + at + column;
                 const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
@@ -354,7 +443,12 @@ template <class C> __device__ inline void produce(const backward_job &p, backwar
     switch (threadIdx.x / 32 % 4) {
     case 0: bring_own<C>(p, s); break;
     case 1: bring_columns<C, 0>(p, s); break;
-    case 2: bring_columns<C, 1>(p, s); break;
+    case 2:
+        if (C::ADDS)
+            keep_turns<C>(p, s);
+        else
+            bring_columns<C, 1>(p, s);
+        break;
     case 3:
         if (C::KEYS)
             bring_terms<C>(p, s);

@@ -15,6 +15,7 @@ template <class C> struct key_group {
     uint32_t dS[COLUMNS / 16][4];
     uint64_t K, V;
     int slot, head, column; /* column: the first of the tile to come */
+    int first;              /* column of the head's first tile */
     int inside, outside;
     bool plain; /* is the tile to come */
 
@@ -29,8 +30,8 @@ template <class T, class C, int GROUP>
 __device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const piece &w = s.work[x.slot];
-    if (x.column > w.start && (tile - 1) % 2 == GROUP)
-        sum_queries<T, C>(p, s, x.slot, tile - 1, place_of(p.a, w.sums + x.column / COLUMNS - 1, x.head));
+    if (x.column < w.start + (w.tiles - 1) * COLUMNS && (tile - 1) % 2 == GROUP)
+        sum_queries<T, C>(s, x.slot, tile - 1);
 }
 
 /* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
@@ -43,7 +44,7 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
             hand_over<C>(s, none, tile, GROUP);
             sum_behind<T, C, GROUP>(p, x, s, tile);
             tile = skip(s, tile, 1);
-            x.column += COLUMNS;
+            x.column += C::STEP;
         }
     }
     return skip(s, tile, count);
@@ -73,7 +74,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
                                     x.column + threadIdx.x % 4 * 2);
     if (C::WAYS & LATE) {
         wgmma_wait<1>(); /* dK of the tile before */
-        if (x.column > w.start + w.begin[GROUP] * COLUMNS)
+        if (x.column != x.first)
             release_first(s, tile - 1);
     }
     pack_rows<T, COLUMNS>(P, x.S);
@@ -86,7 +87,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
         multiply_rows<T, D, C::ROWS, COLUMNS>(next, x.K, first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
         wgmma_commit();
         if (C::WAYS & AHEAD)
-            x.look_at(s, tile + 1, x.column + COLUMNS);
+            x.look_at(s, tile + 1, x.column + C::STEP);
     };
     if (NEXT)
         start_next();
@@ -121,7 +122,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if (!(C::WAYS & LATE) || LAST)
         release_first(s, tile);
     release_second(s, tile);
-    x.column += COLUMNS;
+    x.column += C::STEP;
 }
 
 /* The tiles of one head. */
@@ -129,11 +130,13 @@ template <class T, class C, bool CAPPED, int GROUP>
 __device__ inline int meet_head(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const piece &w = s.work[x.slot];
-    x.column = uniform(w.start);
-    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(w.begin[GROUP]));
-    x.column = uniform(w.start + w.begin[GROUP] * COLUMNS);
-    const int last = uniform(w.start + (w.end[GROUP] - 1) * COLUMNS);
-    if (x.column <= last) {
+    const int tiles = w.tiles, begin = C::ADDS ? tiles - w.end[GROUP] : w.begin[GROUP];
+    const int end = C::ADDS ? tiles - w.begin[GROUP] : w.end[GROUP];
+    x.column = uniform(column_at<C>(w, 0));
+    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(begin));
+    x.column = x.first = uniform(column_at<C>(w, begin));
+    const int last = uniform(column_at<C>(w, end - 1));
+    if (uniform(begin < end)) {
         wait_first(s, tile);
         wgmma_fence();
         multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, x.K, first_tile(s, tile));
@@ -142,11 +145,11 @@ __device__ inline int meet_head(const backward_job &p, key_group<C> &x, backward
             x.look_at(s, tile, x.column);
         wgmma_wait<0>();
 #pragma unroll 1
-        for (; x.column < last; tile++)
+        for (; x.column != last; tile++)
             meet_tile<T, C, CAPPED, GROUP, false>(p, x, s, tile);
         meet_tile<T, C, CAPPED, GROUP, true>(p, x, s, tile++);
     }
-    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(w.tiles - w.end[GROUP]));
+    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(tiles - end));
     if constexpr (C::ADDS)
         sum_behind<T, C, GROUP>(p, x, s, tile);
     return tile;
@@ -214,6 +217,6 @@ template <class C> static heed_status run_keys(const backward_job &p, int blocks
     return launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
-template <class C> static backward_kernel keys_kernel() { return { C::ROWS, run_keys<C> }; }
+template <class C> static backward_kernel keys_kernel() { return { C::D, C::ROWS, run_keys<C> }; }
 
 #endif

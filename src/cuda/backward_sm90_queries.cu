@@ -103,7 +103,7 @@ template <class C> static heed_status run(const backward_job &p, int blocks, con
     return launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
-template <class C> static backward_kernel one() { return { C::ROWS, run<C> }; }
+template <class C> static backward_kernel one() { return { C::D, C::ROWS, run<C> }; }
 
 /* Own tiles twice, so that the next one is there when one is done, where there is room. At D = 256 there is room for
  * one stage of V, which is enough: V is needed for dP alone, K for S and then dQ. Where tiles are short, K of four

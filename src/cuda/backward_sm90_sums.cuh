@@ -1,6 +1,6 @@
 /* The Hopper backward's dQ where it is computed beside dK and dV: the warpgroups put their dS of a tile of queries side
  * by side into shared memory; then, one tile later and in turn, one of them multiplies all of it with K and adds the
- * product to sums in memory. In which order the parts of a row of dQ arrive there is anybody's guess. */
+ * product to sums in memory, when it is the turn of these keys: keep_turns() in backward_sm90_feed.cuh. */
 #ifndef HEED_CUDA_BACKWARD_SM90_SUMS_CUH
 #define HEED_CUDA_BACKWARD_SM90_SUMS_CUH
 
@@ -26,9 +26,8 @@ __device__ inline void hand_over(backward_shared<C> &s, const uint32_t (&dS)[COL
     release(&s.ds_full[tile % C::DS]);
 }
 
-/* dQ = dS K of a tile, added to the sums at `place`: tiles and heads counted together. Waits for all products. */
-template <class T, class C>
-__device__ inline void sum_queries(const backward_job &p, backward_shared<C> &s, int slot, int tile, int place)
+/* dQ = dS K of a tile, put where it waits for its turn to join the sums: see keep_turns(). Waits for all products. */
+template <class T, class C> __device__ inline void sum_queries(backward_shared<C> &s, int slot, int tile)
 {
     const uint64_t dS = tile_at(dS_at(s, tile)), K = tile_at(shared_address(s.own[slot][0]), C::ROWS * 128);
     float dQ[C::D / 2];
@@ -40,11 +39,16 @@ __device__ inline void sum_queries(const backward_job &p, backward_shared<C> &s,
     wgmma_commit();
     wgmma_wait<0>();
     release(&s.ds_free[tile % C::DS]);
-    float *const to = p.sums + (int64_t)place * (sums_boxes(C::D) * SUMS_BOX) + threadIdx.x / 32 % 4 * SUMS_WARP +
-                      threadIdx.x % 32 * 4;
+    float4 *const to = s.stage[tile % C::STAGED] + threadIdx.x / 32 % 4 * (4 * C::D) + threadIdx.x % 32;
+    wait(shared_address(&s.stage_free[tile % 2]), (tile + 2 - C::STAGED) / 2 & 1 ^ 1);
 #pragma unroll
-    for (int i = 0; i < C::D / 8; i++)
-        add4(to + i / 8 * SUMS_BOX + i % 8 * 128, dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
+    for (int i = 0; i < C::D / 16; i++) {
+        const float *x = &dQ[8 * i];
+        to[i * 32] = make_float4(x[0], x[1], x[4], x[5]);
+        to[i * 32 + 2 * C::D] = make_float4(x[2], x[3], x[6], x[7]);
+    }
+    fence_async();
+    release(&s.staged[tile % 2]);
 }
 
 #endif

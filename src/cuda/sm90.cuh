@@ -64,6 +64,9 @@ __device__ inline void named_arrive(int id, int threads)
 /* Between ordinary accesses to shared memory and those of the copy engine or the tensor core, in the accessing thread. */
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/* The same for global memory. */
+__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 /* ---- Registers: a warpgroup gives some back, others take them ---------------------------------------------------- */
 
 template <int COUNT> __device__ inline void fewer_registers()
@@ -93,11 +96,38 @@ __device__ inline void prefetch_map(const CUtensorMap &map)
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/* Adds four floats to global memory, at a multiple of 16 bytes, some time. */
-__device__ inline void add4(float *to, float x, float y, float z, float w)
+/* A number in global memory by which blocks of a grid take turns: what one wrote before it passed the turn on, another
+ * finds after it has seen that. The writes may be other threads', if a barrier came between. */
+__device__ inline int see_turn(const int *turn)
 {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
+    return x;
 }
+
+__device__ inline void pass_turn(int *turn, int to)
+{
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(to) : "memory");
+}
+
+/* Shared to global memory, so many bytes, a multiple of 16, some time: to be stored, or added as floats. What the thread
+ * has started is committed, and then waited for: until it has been read, or until it is there. */
+__device__ inline void bulk_store(float *to, uint32_t from, int bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
+__device__ inline void bulk_add(float *to, uint32_t from, int bytes)
+{
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /* ---- wgmma ------------------------------------------------------------------------------------------------------- */
 
@@ -217,6 +247,14 @@ __device__ inline uint32_t bit_mask(int from, int count)
     uint32_t y;
     asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(y) : "r"(from), "r"(count));
     return y;
+}
+
+/* threadIdx.x, asked for again: nothing that follows from it takes a register until then. */
+__device__ inline int thread_anew()
+{
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
 }
 
 /* A nap that is never taken, for x >= 0: the assembler moves a wait for wgmma up past arithmetic that was to run in its
