@@ -11,7 +11,9 @@ constexpr int KEYS_OF_128 = 32, QUERIES_OF_128 = 64, SOME_QUERIES_OF_128 = 32;
 #endif
 
 struct ampere {
-    static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256, MASKED_HEAD_DIM = 64;
+    static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256, UNBIASED_HEAD_DIM = 128,
+                         DROPS_UNBIASED = 128;
+    static constexpr bool CAPS_UNBIASED = false;
     template <int D, bool GENERAL>
     using query_tiles = block_tiles<4, D == 64 || (D == 128 && !GENERAL) ? 2 : 1,
                                     D == 256               ? 16
@@ -35,10 +37,9 @@ size_t heed_backward_workspace_mma(const heed_problem *p, const heed_plan *plan)
 
 heed_status heed_backward_mma(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    (void)plan;
     backward_prologue call(p, x);
     if (call.status)
         return call.status;
-    return call.a.q.dtype == HEED_F16 ? run<__half, ampere>(call.a, call.facts, x)
-                                      : run<__nv_bfloat16, ampere>(call.a, call.facts, x);
+    return call.a.q.dtype == HEED_F16 ? run<__half, ampere>(call.a, call.facts, plan, x)
+                                      : run<__nv_bfloat16, ampere>(call.a, call.facts, plan, x);
 }

@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
     typedef typename shared::extras extras;
+    constexpr bool DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BR = shared::BR, BC = shared::BC, NT = BC / 8, SLOTS = Tiles::SLOTS;
     constexpr int THREADS = Tiles::THREADS;
     typedef query_major<MT, NT, T> own_tile;
@@ -120,10 +121,10 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
         own_tile t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
         own_tile dt = { dP, s.low, s.high, t.i0, t.n0, t.row0 };
+        kept_bits<own_tile> kept;
+        if (DROPS && a.drop_below)
+            draw_tile(t, kept, a, q, x);
         if constexpr (SCORES == GENERAL) {
-            kept_bits<own_tile> kept;
-            if (a.drop_below)
-                draw_tile(t, kept, a, q, x);
             clear(dP);
             multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); /* dP = dO V^T */
             clear(S);
@@ -136,7 +137,10 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
             point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
-            hide_scores<SCORES == MASKED>(t, a, q, x, whole);
+            if constexpr (SCORES == UNBIASED)
+                score_unscaled<false>(t, a, q, x, whole);
+            else if (!whole)
+                hide_outside_band(t);
 #pragma unroll
             for (int r = 0; r < 2 * MT; r++) {
                 const float L = s.L[t.row0 + own_tile::down(r)];
@@ -146,6 +150,8 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             }
             clear(dP);
             multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0);
+            if (DROPS && a.drop_below)
+                keep(dt, kept, a.keep_scale);
 #pragma unroll
             for (int r = 0; r < 2 * MT; r++) {
                 const float delta = s.delta[t.row0 + own_tile::down(r)];
@@ -225,6 +231,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
     typedef typename shared::extras extras;
+    constexpr bool DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BN = shared::BN, BQ = shared::BQ, NT = BQ / 8, SLOTS = Tiles::SLOTS;
     constexpr int THREADS = Tiles::THREADS;
     typedef key_major<MT, NT, BN, T> own_tile;
@@ -292,10 +299,10 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         };
         own_tile dt = { dP, t.lows, t.highs, t.i0, t.n0, t.column0 };
         auto facts_of = [&](int r) { return s.facts[slot][t.column0 + own_tile::down(r)]; };
+        kept_bits<own_tile> kept;
+        if (DROPS && a.drop_below)
+            draw_tile(t, kept, a, q, x);
         if constexpr (SCORES == GENERAL) {
-            kept_bits<own_tile> kept;
-            if (a.drop_below)
-                draw_tile(t, kept, a, q, x);
             clear(dP);
             if (WHICH & ONLY_DK)
                 multiply_rows<T, D>(dP, sV, row0, sdO, 0); /* dP^T = V dO^T */
@@ -309,10 +316,12 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         } else {
             clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, 0);
-            if (SCORES == MASKED)
+            if constexpr (SCORES == UNBIASED) {
                 wait_for_extras<SLOTS>(a);
-            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.column0, row0 + lane / 4 * (2 * MT));
-            hide_scores<SCORES == MASKED>(t, a, q, x, whole);
+                point_at_tiles<SCORES, extras>(t, s.tiles, a, t.column0, row0 + lane / 4 * (2 * MT));
+                score_unscaled<false>(t, a, q, x, whole);
+            } else if (!whole)
+                hide_outside_band(t);
             float delta[2 * NT];
 #pragma unroll
             for (int r = 0; r < 2 * NT; r++) {
@@ -326,11 +335,15 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             clear(dP);
             if (WHICH & ONLY_DK)
                 multiply_rows<T, D>(dP, sV, row0, sdO, 0);
+            if (DROPS && a.drop_below)
+                keep(dt, kept, a.keep_scale);
 #pragma unroll
             for (int r = 0; r < 2 * NT; r++)
 #pragma unroll
                 for (int e = 0; e < 2 * MT; e++)
                     dt.at(r, e) = t.at(r, e) * (dt.at(r, e) - delta[r]);
+            if (DROPS && a.drop_below)
+                keep(t, kept, a.keep_scale);
         }
         if (WHICH & ONLY_DV)
             multiply_tile<T, D>(dV, S, sdO); /* dV += P^T dO */
@@ -367,7 +380,7 @@ static heed_status run_keys(const args &a, const float2 *facts, const heed_exec 
 {
     typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
-    static_assert(sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES, "");
+    static_assert(SCORES == UNBIASED || sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const tile_order order = order_tiles(tiles_of(keys, Tiles::OWN), a.Hk, (int64_t)a.Sq * a.G, a);
     return launch(dkv_mma<T, D, SCORES, WHICH, Chip>, order.blocks(), Tiles::THREADS,
@@ -379,7 +392,7 @@ static heed_status run_queries(const args &a, const float2 *facts, const heed_ex
 {
     typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
-    static_assert(sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES, "");
+    static_assert(SCORES == UNBIASED || sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
     return launch(dq_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS, sizeof(shared) + shared::extras::bytes(a),
                   x, a, facts, order);
@@ -401,25 +414,36 @@ static heed_status run_scores(const args &a, const float2 *facts, const heed_exe
     return status;
 }
 
-template <class T, int D, class Chip>
-static heed_status run_head(const args &a, const float2 *facts, const heed_exec *x)
+/* The plain kernels' tiles leave room for a mask on some chips only. */
+template <int D, class Chip> static bool fits(const args &a, size_t shared_bytes)
 {
-    const int scores = scores_of<D, Chip>(a);
-    if constexpr (D <= Chip::MASKED_HEAD_DIM)
-        if (scores == MASKED)
-            return run_scores<T, D, MASKED, Chip>(a, facts, x);
+    typedef shared_dkv<D, typename Chip::template key_tiles<D, false>> keys;
+    typedef shared_dq<D, typename Chip::template query_tiles<D, false>> queries;
+    return HEED_MAX(sizeof(keys) + keys::extras::bytes(a), sizeof(queries) + queries::extras::bytes(a)) <= shared_bytes;
+}
+
+template <class T, int D, class Chip>
+static heed_status run_head(const args &a, const float2 *facts, const heed_plan *plan, const heed_exec *x)
+{
+    int scores = scores_of<D, Chip>(a);
+    if (scores == UNBIASED && !fits<D, Chip>(a, plan->device.shared_bytes))
+        scores = GENERAL;
+    if constexpr (D <= Chip::UNBIASED_HEAD_DIM)
+        if (scores == UNBIASED)
+            return run_scores<T, D, UNBIASED, Chip>(a, facts, x);
     return scores == PLAIN ? run_scores<T, D, PLAIN, Chip>(a, facts, x) : run_scores<T, D, GENERAL, Chip>(a, facts, x);
 }
 
-template <class T, class Chip> static heed_status run(const args &a, const float2 *facts, const heed_exec *x)
+template <class T, class Chip>
+static heed_status run(const args &a, const float2 *facts, const heed_plan *plan, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
     if (width <= 64)
-        return run_head<T, 64, Chip>(a, facts, x);
+        return run_head<T, 64, Chip>(a, facts, plan, x);
     if constexpr (Chip::HEAD_DIM > 128)
         if (width > 128)
-            return run_head<T, 256, Chip>(a, facts, x);
-    return run_head<T, 128, Chip>(a, facts, x);
+            return run_head<T, 256, Chip>(a, facts, plan, x);
+    return run_head<T, 128, Chip>(a, facts, plan, x);
 }
 
 /* How a launch begins: for each row of q its facts, at the workspace's start, and all that prologue does. */

@@ -5,7 +5,8 @@
 #include "backward_mma.cuh"
 
 struct turing {
-    static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128, MASKED_HEAD_DIM = 0;
+    static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128, UNBIASED_HEAD_DIM = 0, DROPS_UNBIASED = 0;
+    static constexpr bool CAPS_UNBIASED = false;
     template <int D, bool GENERAL> using query_tiles = block_tiles<4, 1, D == 64 ? 32 : 16, 2, 2>;
     template <int D, bool GENERAL> using key_tiles = block_tiles<4, 1, D == 64 ? 32 : 16, 2, 2>;
 };
@@ -18,7 +19,6 @@ size_t heed_backward_workspace_turing(const heed_problem *p, const heed_plan *pl
 
 heed_status heed_backward_turing(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    (void)plan;
     backward_prologue call(p, x);
-    return call.status ? call.status : run<__half, turing>(call.a, call.facts, x);
+    return call.status ? call.status : run<__half, turing>(call.a, call.facts, plan, x);
 }

@@ -148,12 +148,12 @@ __device__ static void score_and_differentiate(Tile &S, Tile &dP, const kept_bit
             dP.at(r, c) -= d;
     }
     if (a.softcap > 0) {
-        const float inverse = 1.0f / a.softcap;
+        const float inverse = a.scale / a.softcap;
 #pragma unroll
         for (int r = 0; r < Tile::R; r++)
 #pragma unroll
             for (int c = 0; c < Tile::C; c++) {
-                const float u = tangent<false>(S.at(r, c) * a.scale * inverse);
+                const float u = capped<false>(S.at(r, c), inverse, 1.0f);
                 S.at(r, c) = u;
                 dP.at(r, c) *= 1.0f - u * u;
             }

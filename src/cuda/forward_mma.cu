@@ -9,7 +9,8 @@ constexpr int KEYS_OF_64 = 128, KEYS_OF_128 = 64;
 #endif
 
 struct ampere {
-    static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256, MASKED_HEAD_DIM = 64;
+    static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256, UNBIASED_HEAD_DIM = 128, DROPS_UNBIASED = 0;
+    static constexpr bool CAPS_UNBIASED = true;
     template <int D, bool GENERAL>
     using tiles = block_tiles<4, D == 256 ? 1 : 2,
                               D == 256   ? 32

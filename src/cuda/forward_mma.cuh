@@ -124,6 +124,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
     typedef typename Chip::template tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_forward<D, Tiles> shared;
     typedef typename shared::extras extras;
+    constexpr bool DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BR = Tiles::OWN, BC = Tiles::MEETS, NT = BC / 8, THREADS = Tiles::THREADS;
     auto &s = *(shared *)memory;
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         float S[MT][NT][4];
         query_major<MT, NT, T> t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
         kept_bits<query_major<MT, NT, T>> kept;
-        if (SCORES == GENERAL && a.drop_below)
+        if (DROPS && a.drop_below)
             draw_tile(t, kept, a, q, x);
         clear(S);
         multiply_rows<T, D>(S, sQ, row0, sK, 0); /* S  = Q K^T */
@@ -202,8 +203,10 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
         if constexpr (SCORES == GENERAL)
             score(t, scaled ? a.scale : 1.0f, a, q, x, whole);
-        else
-            hide_scores<SCORES == MASKED>(t, a, q, x, whole);
+        else if constexpr (SCORES == UNBIASED)
+            score_unscaled<true>(t, a, q, x, whole);
+        else if (!whole)
+            hide_outside_band(t);
         if (SCORES != PLAIN && more) {
             __syncwarp();
             copy_own_scores(q, s.from, s.i0, n0 + BC);
@@ -217,7 +220,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
 #pragma unroll
         for (int k = 0; k < NT / 2; k++) { /* some are multiplied while others are computed */
             exponentials(S, k, offset, l, c);
-            if (SCORES == GENERAL && a.drop_below)
+            if (DROPS && a.drop_below)
                 drop(t, k, kept);
             multiply_tile<T, D>(O, S, k, sV); /* O += P V */
         }
@@ -236,7 +239,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         if (sum != 0.0f) { /* else the row saw no key */
             rescale = exp2_fast((own - most) * LOG2E);
             sum = sum * rescale + exp2_fast((sink - most) * LOG2E);
-            rescale = (SCORES == GENERAL && a.drop_below ? a.keep_scale : 1.0f) * rescale / sum;
+            rescale = (DROPS && a.drop_below ? a.keep_scale : 1.0f) * rescale / sum;
         }
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
@@ -264,9 +267,9 @@ template <class T, int D, int SCORES, class Chip> static heed_status run_tiles(c
 template <class T, int D, class Chip> static heed_status run_head(const args &a, const heed_exec *x)
 {
     const int scores = scores_of<D, Chip>(a);
-    if constexpr (D <= Chip::MASKED_HEAD_DIM)
-        if (scores == MASKED)
-            return run_tiles<T, D, MASKED, Chip>(a, x);
+    if constexpr (D <= Chip::UNBIASED_HEAD_DIM)
+        if (scores == UNBIASED)
+            return run_tiles<T, D, UNBIASED, Chip>(a, x);
     return scores == PLAIN ? run_tiles<T, D, PLAIN, Chip>(a, x) : run_tiles<T, D, GENERAL, Chip>(a, x);
 }
 

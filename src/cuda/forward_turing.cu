@@ -5,7 +5,8 @@
 #include "forward_mma.cuh"
 
 struct turing {
-    static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128, MASKED_HEAD_DIM = 0;
+    static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128, UNBIASED_HEAD_DIM = 0, DROPS_UNBIASED = 0;
+    static constexpr bool CAPS_UNBIASED = false;
     template <int D, bool GENERAL> using tiles = block_tiles<4, 1, D == 128 && GENERAL ? 32 : 64, 1, 2>;
 };
 

@@ -12,6 +12,7 @@
 #define HEED_CUDA_SCORES_CUH
 
 #include "problem.cuh"
+#include "sm75.cuh"
 
 /* One head of one sequence. */
 struct head {
@@ -83,20 +84,39 @@ template <class T> __device__ inline void apply_mask(T &t, const args &a, const 
     }
 }
 
-/* The distance of key 0 is rounded once and those of the others follow from it: exact below 2^24. */
-template <class T> __device__ inline void add_alibi(T &t, const span &s, const head &x)
+/* x - |distance - steps|. */
+template <class T> __device__ inline void subtract_distances(T &t, int r, float sign, float distance, float step)
 {
-    const float step = (float)s.r_step;
+#pragma unroll
+    for (int c = 0; c < T::C; c++)
+        t.at(r, c) -= sign * fabsf(distance - T::apart(c) * step);
+}
+
+/* The distance of key 0 is rounded once and those of the others follow from it: exact below 2^24. Scores from 16-bit
+ * products take distances that are multiplied by the slope already, at one instruction less. */
+template <class T> __device__ inline void add_alibi(T &t, const span &s, float slope)
+{
+    const float unit = T::EXACT ? 1.0f : slope, step = unit * (float)s.r_step;
 #pragma unroll
     for (int r = 0; r < T::R; r++) {
-        const float distance = (float)(s.p0 + t.row(r) * s.p_step - s.r0 - t.key(0) * s.r_step);
-#pragma unroll
-        for (int c = 0; c < T::C; c++)
-            t.at(r, c) -= x.slope * fabsf(distance - T::apart(c) * step);
+        const float distance = unit * (float)(s.p0 + t.row(r) * s.p_step - s.r0 - t.key(0) * s.r_step);
+        if (T::EXACT)
+            subtract_distances(t, r, slope, distance, step);
+        else if (slope >= 0.0f)
+            subtract_distances(t, r, 1.0f, distance, step);
+        else
+            subtract_distances(t, r, -1.0f, distance, step);
     }
 }
 
-/* tanh to within 2^-22 of 1, for scores that came from 16-bit products; else to the last bit or two. */
+/* cap tanh(x / cap) with tanh to within 2^-22 of 1, for scores that came from 16-bit products; else to the last bit or
+ * two. inverse: 1 / cap, and what else x is to be multiplied by. */
+template <bool EXACT> __device__ inline float capped(float x, float inverse, float cap)
+{
+    return EXACT ? cap * tanhf(x * inverse)
+                 : fmaf(-2.0f * cap, reciprocal_fast(exp2_fast(x * (2.0f * LOG2E * inverse)) + 1.0f), cap);
+}
+
 template <bool EXACT> __device__ inline float tangent(float x)
 {
     return EXACT ? tanhf(x) : 1.0f - __fdividef(2.0f, __expf(2.0f * x) + 1.0f);
@@ -136,7 +156,7 @@ __device__ inline void finish_scores(T &t, float factor, const args &a, const sp
     else if (factor != 1.0f)
         scale_scores(t, factor);
     if (a.alibi.data)
-        add_alibi(t, s, x);
+        add_alibi(t, s, x.slope);
     hide_scores<true>(t, a, s, x, whole);
 }
 
@@ -146,30 +166,48 @@ template <class T>
 __device__ inline void score(T &t, float factor, const args &a, const span &s, const head &x, bool whole)
 {
     if (a.softcap > 0) {
-        const float inverse = 1.0f / a.softcap;
+        const float inverse = a.scale / a.softcap;
         factor = a.softcap;
 #pragma unroll
         for (int r = 0; r < T::R; r++)
 #pragma unroll
             for (int c = 0; c < T::C; c++)
-                t.at(r, c) = tangent<T::EXACT>(t.at(r, c) * a.scale * inverse);
+                t.at(r, c) = capped<T::EXACT>(t.at(r, c), inverse, 1.0f);
     }
     finish_scores(t, factor, a, s, x, whole);
 }
 
-/* The same, and dS/d(q.k): scale, times the softcap's slope where there is one. */
+/* S / scale from q.k, in place, where there is no bias (which, divided by the scale, might not be finite) and the scale is
+ * positive: what is added to q.k costs no multiplication by the scale. */
+template <bool CAPS, class T>
+__device__ inline void score_unscaled(T &t, const args &a, const span &s, const head &x, bool whole)
+{
+    if (CAPS && a.softcap > 0) {
+        const float cap = a.softcap / a.scale, inverse = a.scale / a.softcap;
+#pragma unroll
+        for (int r = 0; r < T::R; r++)
+#pragma unroll
+            for (int c = 0; c < T::C; c++)
+                t.at(r, c) = capped<T::EXACT>(t.at(r, c), inverse, cap);
+    }
+    if (a.alibi.data)
+        add_alibi(t, s, x.slope / a.scale);
+    hide_scores<true>(t, a, s, x, whole);
+}
+
+/* The same as score(), and dS/d(q.k): scale, times the softcap's slope where there is one. */
 template <class T>
 __device__ inline void score_with_slope(T &t, float (&slope)[T::R][T::C], const args &a, const span &s, const head &x,
                                         bool whole)
 {
-    const float inverse = 1.0f / a.softcap;
+    const float inverse = a.scale / a.softcap;
 #pragma unroll
     for (int r = 0; r < T::R; r++)
 #pragma unroll
         for (int c = 0; c < T::C; c++) {
             slope[r][c] = a.scale;
             if (a.softcap > 0) {
-                const float u = tangent<T::EXACT>(t.at(r, c) * a.scale * inverse);
+                const float u = capped<T::EXACT>(t.at(r, c), inverse, 1.0f);
                 t.at(r, c) = u;
                 slope[r][c] *= 1.0f - u * u;
             }

@@ -158,6 +158,13 @@ __device__ inline float exp2_fast(float x)
     return y;
 }
 
+__device__ inline float reciprocal_fast(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 constexpr float LOG2E = 1.4426950408889634f;
 
 /* Two numbers as the tensor core takes them, the first in the lower half. */

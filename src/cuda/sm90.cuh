@@ -234,13 +234,6 @@ __device__ inline void store_matrices_transposed(uint32_t address, uint32_t x0, 
                  : "memory");
 }
 
-__device__ inline float reciprocal_fast(float x)
-{
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 /* Ones from bit `from` on, so many of them. */
 __device__ inline uint32_t bit_mask(int from, int count)
 {

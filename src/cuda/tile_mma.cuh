@@ -27,15 +27,20 @@ template <int WARPS_, int MT_, int MEETS_, int SLOTS_, int BLOCKS_> struct block
     static constexpr int THREADS = 32 * WARPS, OWN = 16 * MT * WARPS;
 };
 
-/* What the scores of a kernel may need beyond scale and band: nothing, a mask, or a mask and everything else. */
-enum { PLAIN, MASKED, GENERAL };
+/* What the scores of a kernel may need beyond scale and band: nothing; what takes no more than a mask's tile of shared
+ * memory, so that it goes with a plain kernel's tiles; everything. */
+enum { PLAIN, UNBIASED, GENERAL };
 
-/* The least that will do. Wide heads have no kernels for a mask alone. */
+/* The least that will do. A Chip says to which head size it has kernels between plain and general ones, to which they
+ * drop, and whether they take a softcap. They divide by the scale, which must not make ALiBi's slope infinite. */
 template <int D, class Chip> int scores_of(const args &a)
 {
-    if (a.softcap > 0 || a.bias.data || a.alibi.data || a.drop_below || a.scale <= 0)
+    if (!has_extras(a) && a.scale > 0)
+        return PLAIN;
+    if (a.bias.data || a.scale < 1e-18f || D > Chip::UNBIASED_HEAD_DIM || (a.softcap > 0 && !Chip::CAPS_UNBIASED) ||
+        (a.drop_below && D > Chip::DROPS_UNBIASED))
         return GENERAL;
-    return !a.mask.data ? PLAIN : D <= Chip::MASKED_HEAD_DIM ? MASKED : GENERAL;
+    return UNBIASED;
 }
 
 /* Division of numbers below 2^31 by one that the host knows. */
@@ -376,9 +381,15 @@ __device__ inline void copy_scores(int thread, char *tile, int pitch, const scor
         const char *from = m.first + (i0 + row) * m.down + (int64_t)n0 * SIZE + at;
         const int64_t step = ROWS_AT_ONCE * m.down;
         const uint32_t to = shared_address(tile + row * pitch + at);
+        if (ROWS_AT_ONCE > QUERIES && row >= QUERIES)
+            return;
+        if (rows >= QUERIES && keys >= KEYS) { /* the rule, and a third of the instructions */
 #pragma unroll UNROLL
-        for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
-            if (ROWS_AT_ONCE <= QUERIES || row < QUERIES)
+            for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
+                copy_async<16>(to + r * pitch, from, 16);
+        } else
+#pragma unroll 1
+            for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
                 copy_async<16>(to + r * pitch, from, r + row < rows ? bytes : 0);
     } else {
         constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : 4;
