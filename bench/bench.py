@@ -72,9 +72,9 @@ class Bench:
     def look(self, kind, threads):
         heed = self.side("heed", threads)
         if kind == "read":
-            rate = heed.ask("read", bytes=1 << 29, threads=threads)["rate"]
+            rate = heed.ask("read", bytes=1 << 29, threads=threads, clock=self.options.clock)["rate"]
         else:
-            rate = heed.ask("peak", kind=kind, threads=threads)["flops"]
+            rate = heed.ask("peak", kind=kind, threads=threads, clock=self.options.clock)["flops"]
         self.peaks[kind, threads] = max(rate, self.peaks.get((kind, threads), 0))
 
     def measure(self, threads, kernel=None, **words):

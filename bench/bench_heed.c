@@ -4,9 +4,9 @@
  *             seconds of one call: the median of samples of at least half a millisecond each, taken for min_time
  *             seconds after a warm-up; with clock=cpu, seconds of processor time. backward: the gradients of q, k and v, given forward's o and lse
  *     verify  the same words: the results themselves, of inputs that torch_side.py makes alike
- *     peak    kind=fma threads=1: flop/s of this machine: multiply-adds that depend on nothing but registers.
+ *     peak    kind=fma threads=1 clock=wall: flop/s of this machine: multiply-adds that depend on nothing but registers.
  *             kinds: fma (the widest there is), avx2, bf16 (pair dot products)
- *     read    bytes=268435456 threads=1: byte/s at which that many bytes, just read, are read again
+ *     read    bytes=268435456 threads=1 clock=wall: byte/s at which that many bytes, just read, are read again
  *     info    versions and the CPU's name
  */
 #include "heed.h"
@@ -61,6 +61,12 @@ static double number_of(const char *line, const char *key, double otherwise)
 {
     char value[64];
     return *text_of(line, key, value) ? atof(value) : otherwise;
+}
+
+static void use_clock_of(const char *line)
+{
+    char clock[64];
+    clock_used = strcmp(text_of(line, "clock", clock), "cpu") ? CLOCK_MONOTONIC : CLOCK_PROCESS_CPUTIME_ID;
 }
 
 /* ---- Problems ------------------------------------------------------------------------------------------------------- */
@@ -217,8 +223,6 @@ static void print_tensor(const char *name, const heed_tensor *t, const char *end
 static void run_case(const char *line, int verify)
 {
     problem p;
-    char clock[64];
-    clock_used = strcmp(text_of(line, "clock", clock), "cpu") ? CLOCK_MONOTONIC : CLOCK_PROCESS_CPUTIME_ID;
     if (prepare(line, &p))
         fail();
     else if (!verify)
@@ -234,7 +238,6 @@ static void run_case(const char *line, int verify)
         print_tensor("dv", &p.g.d_v, "}\n");
     }
     destroy(&p);
-    clock_used = CLOCK_MONOTONIC;
 }
 
 /* ---- peak, read: the machine ---------------------------------------------------------------------------------------- */
@@ -352,6 +355,7 @@ int main(void)
     while (fgets(line, sizeof line, stdin)) {
         char command[16] = "";
         sscanf(line, "%15s", command);
+        use_clock_of(line);
         if (!strcmp(command, "time") || !strcmp(command, "verify"))
             run_case(line, command[0] == 'v');
         else if (!strcmp(command, "peak"))
