@@ -134,6 +134,35 @@ TEST(fp32_means_fp32)
     }
 }
 
+/* heed.h: HEED_TF32, "may be multiplied in tf32", which has 11 bits: more may be lost, but not range. */
+TEST(tf32_has_eleven_bits_and_the_range_of_fp32)
+{
+    for_each_kernel(HEED_BACKWARD, kernel) {
+        if (kernel.dtype != HEED_F32)
+            continue;
+        for (int large = 0; large < 2; large++) {
+            test_case c = case_new(&kernel, DENSE_SHAPE);
+            c.x.precision = HEED_TF32;
+            fill_normal(&c.a.v, large ? 1e15 : 1e-15);
+            case_forward(&c);
+            case_backward(&c);
+            results got = case_results(&c), expected = case_reference(&c);
+            const int which[] = { OUT_O, OUT_DQ, OUT_DK, OUT_DV };
+            for (int n = 0; n < COUNT(which); n++) {
+                const int64_t count = elements(output_of(&c, which[n]));
+                double sum = 0, size = 0;
+                measure(got.at[which[n]], expected.at[which[n]], count, &sum);
+                for (int64_t i = 0; i < count; i++)
+                    size += expected.at[which[n]][i] * expected.at[which[n]][i];
+                if (!(sum <= size * 0x1p-20))
+                    fail_msg("output %d: the RMS error is %.1e of the result; %s", which[n], sqrt(sum / size),
+                             case_text(&c));
+            }
+            case_free(&c);
+        }
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -147,6 +176,7 @@ int main(void)
         cmocka_unit_test(gradients_over_many_keys_are_within_twice_the_error_of_naive_ones),
         cmocka_unit_test(an_fp32_o_has_more_than_16_bits),
         cmocka_unit_test(fp32_means_fp32),
+        cmocka_unit_test(tf32_has_eleven_bits_and_the_range_of_fp32),
     };
     return RUN_TESTS(tests);
 }

@@ -206,8 +206,10 @@ TEST(causal_rows_ignore_later_keys)
         case_forward(&c);
         heed_tensor before = c.a.o;
         c.a.o = case_tensor(&c, kernel.dtype, before.shape, NULL);
+        /* docs/numerics.md: where fp32 is split, later keys share the power of two of their tile. */
+        const double size = strstr(kernel.name, "split_") ? 4 : 1e4;
         for (int64_t j = 77; j < 130; j++)
-            fill_row(&c.a.k, 0, 1, j, 1e4), fill_row(&c.a.v, 0, 1, j, -1e4);
+            fill_row(&c.a.k, 0, 1, j, size), fill_row(&c.a.v, 0, 1, j, -size);
         case_forward(&c);
         heed_tensor x = slice(before, 2, 0, 1, 77), y = slice(c.a.o, 2, 0, 1, 77);
         expect_same_bits(&c, "rows 0 to 76", &x, &y);

@@ -21,16 +21,14 @@ struct split_job {
     int *any;        /* whether anything was marked */
 };
 
-template <int HEAD> struct dkv_shape;
-template <> struct dkv_shape<64> : backward_shape<true, 128, 64, 2, 4, 2, 0, 0, 4> {
-};
-template <> struct dkv_shape<128> : backward_shape<true, 256, 64, 1, 2, 2, 0, 0, 4> {
+constexpr int QUERIES = 128; /* of a block that owns queries */
+
+template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
+struct dkv_shape : backward_shape<true, PARTS * HEAD, SPLIT_ROWS, WIDE ? 1 : 2, WIDE ? 2 : 4, 2, 0, 0, 4> {
 };
 
-template <int HEAD> struct dq_shape;
-template <> struct dq_shape<64> : backward_shape<false, 128, 128, 2, 4, 2> {
-};
-template <> struct dq_shape<128> : backward_shape<false, 256, 128, 1, 2, 1> {
+template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
+struct dq_shape : backward_shape<false, PARTS * HEAD, QUERIES, WIDE ? 1 : 2, WIDE ? 2 : 4, WIDE ? 1 : 2> {
 };
 
 /* ---- Sums -------------------------------------------------------------------------------------------------------- */
@@ -83,13 +81,14 @@ template <int HEAD> __device__ inline float exponent_scale(const args &a, int sh
     return given_back<HEAD / 16> * LOG2E * fmaxf(fminf(times_power(a.scale, -shifts), 2e38f), 1.2e-38f);
 }
 
-/* S becomes P 2^14, with L(e) = log2 - 14 of element e. range: the columns that this lane's rows see. */
+/* S becomes P 2^14, with L(e) of element e. range: the columns that this lane's rows see. In the exponent 14 would cost
+ * four bits of the largest P. */
 template <class Terms>
 __device__ inline void weigh(float (&S)[COLUMNS / 2], float c, bool whole, const int2 *range, int column, Terms L)
 {
 #pragma unroll
     for (int e = 0; e < COLUMNS / 2; e++)
-        S[e] = exp2_fast(fmaf(S[e], c, -L(e)));
+        S[e] = exp2_fast(fmaf(S[e], c, -L(e))) * power(TOP);
     if (whole)
         return;
     const int low[2] = { range[0].x - column, range[8].x - column };
@@ -126,22 +125,18 @@ __device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weigh
 
 enum { PASS_FULL = 3, PASS_FREE = 5 }; /* named barriers, two of each */
 
-/* The tiles that a piece of keys meets: queries of all heads that share the keys. */
-struct met {
-    int h, column, at; /* at: where its shifts are */
-};
-
-__device__ inline met first_met(const split_job &p, const piece &w)
+/* A piece of keys meets the queries of all heads that share the keys, tile after tile. Where the shifts of tile i are. */
+__device__ inline int met_at(const split_job &p, const piece &w, int i)
 {
-    const int h = w.head * p.job.a.G;
-    return { h, w.start, (int)split_at(p.other[0], w.other_batch, h, w.other_row + w.start) };
+    const int h = i / w.tiles;
+    return (int)split_at(p.other[0], w.other_batch, w.head * p.job.a.G + h, w.other_row + w.start) +
+           (i - h * w.tiles) * COLUMNS;
 }
 
-__device__ inline void next_met(met &m, const split_job &p, const piece &w)
+__device__ inline int next_column(const piece &w, int column)
 {
-    m.column += COLUMNS, m.at += COLUMNS;
-    if (m.column >= w.start + w.tiles * COLUMNS)
-        m.column = w.start, m.h++, m.at = (int)split_at(p.other[0], w.other_batch, m.h, w.other_row + w.start);
+    column += COLUMNS;
+    return column < w.start + w.tiles * COLUMNS ? column : w.start;
 }
 
 template <int HEAD, class C> __device__ inline void values_role(const split_job &p, backward_shared<C> &s)
@@ -157,15 +152,22 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         const int all = uniform(w.tiles) * a.G;
         const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
         const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
-        met m = first_met(p, w);
+        int column = w.start;
+        shifts_ahead q_shifts, g_shifts;
+        const auto q_shift = [&](int i) {
+            return q_shifts.get(i, all, [&](int i) { return p.other[0].shifts + met_at(p, w, i); });
+        };
+        const auto g_shift = [&](int i) {
+            return g_shifts.get(i, all, [&](int i) { return p.other[1].shifts + met_at(p, w, i); });
+        };
         gradient<HEAD> dV;
         operand hi, lo;
         /* From S to P of a tile, which is handed over. */
-        const auto finish = [&](float(&S)[COLUMNS / 2]) {
+        const auto finish = [&](float(&S)[COLUMNS / 2], int shift) {
             const float *const L = s.L[tile % C::FIRST] + lane % 4 * 2;
-            weigh(S, exponent_scale<HEAD>(a, k_shift + p.other[0].shifts[m.at].s),
-                  m.column >= w.inside[0] && m.column + COLUMNS <= w.outside[0], &s.range[slot][row],
-                  m.column + lane % 4 * 2, [&](int e) { return L[column_of(e)]; });
+            weigh(S, exponent_scale<HEAD>(a, k_shift + shift),
+                  column >= w.inside[0] && column + COLUMNS <= w.outside[0], &s.range[slot][row], column + lane % 4 * 2,
+                  [&](int e) { return L[column_of(e)]; });
             release_first(s, tile);
             named_sync(PASS_FREE + tile % 2, 256);
             float4 *const to = (float4 *)s.pass[tile % 2 * 2] + threadIdx.x % 128;
@@ -179,35 +181,35 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             const int by[2] = { shift + TOP, shift + TOP };
             dV.add(T, by);
         };
-        int shift = 0; /* of dO of the tile before */
+        int before = 0; /* shift of dO of the tile before */
         if (all) {
             float S[COLUMNS / 2];
             wait_first(s, tile);
-            multiply_scores<HEAD, C::ROWS>(S, K, first_tile(s, tile)); /* S^T = K Q^T */
-            finish(S);
+            multiply_scores<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile)); /* S^T = K Q^T */
+            finish(S, q_shift(0).s);
             split_weights(hi, lo, S);
-            shift = p.other[1].shifts[m.at].s;
+            before = g_shift(0).s;
             tile++;
         }
 #pragma unroll 1
         for (int j = 1; j < all; j++, tile++) {
             float S[COLUMNS / 2], T[HEAD / 2];
-            next_met(m, p, w);
+            column = next_column(w, column);
             wait_first(s, tile);
             wait_second(s, tile - 1);
-            multiply_both<HEAD, C::ROWS>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1));
-            finish(S);
+            multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1));
+            finish(S, q_shift(j).s);
             keep_order(tile);
             wgmma_wait<0>();
-            add(T, shift); /* dV += P^T dO of the tile before */
+            add(T, before); /* dV += P^T dO of the tile before */
             split_weights(hi, lo, S);
-            shift = p.other[1].shifts[m.at].s;
+            before = g_shift(j).s;
         }
         if (all) {
             float T[HEAD / 2];
             wait_second(s, tile - 1);
-            multiply_values<HEAD>(T, hi, lo, second_tile(s, tile - 1));
-            add(T, shift);
+            multiply_values<HEAD, C::D / HEAD>(T, hi, lo, second_tile(s, tile - 1));
+            add(T, before);
         }
         if (a.d_v.data)
             dV.write(1.0f, a.d_v, a.Dv, w.rows,
@@ -233,22 +235,28 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
         const int all = uniform(w.tiles) * a.G;
         const uint64_t V = tile_at(shared_address(s.own[0][1]) + slot * (int)sizeof(s.own[0]));
         const int own = (int)split_at(p.own[0], w.batch, w.head, w.memory_row);
+        const int k_shift = p.own[0].shifts[own].s, v_shift = p.own[1].shifts[own].s;
         bool again = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
-        met m = first_met(p, w);
+        shifts_ahead q_shifts, g_shifts;
+        const auto q_shift = [&](int i) {
+            return q_shifts.get(i, all, [&](int i) { return p.other[0].shifts + met_at(p, w, i); });
+        };
+        const auto g_shift = [&](int i) {
+            return g_shifts.get(i, all, [&](int i) { return p.other[1].shifts + met_at(p, w, i); });
+        };
         gradient<HEAD> dK;
         operand hi, lo;
         int by[2] = {}; /* of dS Q of the tile before */
         /* From dP to dS of a tile. */
-        const auto finish = [&](float(&dP)[COLUMNS / 2], int(&raised)[2]) {
+        const auto finish = [&](float(&dP)[COLUMNS / 2], const shift &g, int(&raised)[2]) {
             const float *const delta = s.delta[tile % C::SECOND] + lane % 4 * 2;
             const float4 *const from = (const float4 *)s.pass[tile % 2 * 2] + threadIdx.x % 128;
-            const shift g = p.other[1].shifts[m.at];
             again |= g.strange;
             named_sync(PASS_FULL + tile % 2, 256);
             wait_first(s, tile); /* Q for the next round */
             differentiate(
-                dP, p.own[1].shifts[own].s + g.s, [&](int i) { return from[i * 128]; },
-                [&](int e) { return delta[column_of(e)]; }, raised);
+                dP, v_shift + g.s, [&](int i) { return from[i * 128]; }, [&](int e) { return delta[column_of(e)]; },
+                raised);
             named_arrive(PASS_FREE + tile % 2, 256);
             release_second(s, tile);
         };
@@ -256,38 +264,37 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
             release_first(s, tile - 1);
             dK.add(T, by);
         };
-        const auto look_at_q = [&](const int(&raised)[2]) {
-            const shift q = p.other[0].shifts[m.at];
-            again |= q.strange || p.own[0].shifts[own].s + q.s < p.exact_below;
+        const auto look_at_q = [&](const shift &q, const int(&raised)[2]) {
+            again |= q.strange || k_shift + q.s < p.exact_below;
             by[0] = raised[0] + q.s, by[1] = raised[1] + q.s;
         };
         if (all) {
             float dP[COLUMNS / 2];
             int raised[2];
             wait_second(s, tile);
-            multiply_scores<HEAD, C::ROWS>(dP, V, second_tile(s, tile)); /* dP^T = V dO^T */
-            finish(dP, raised);
+            multiply_scores<HEAD, C::ROWS, C::D / HEAD>(dP, V, second_tile(s, tile)); /* dP^T = V dO^T */
+            finish(dP, g_shift(0), raised);
             split_weights(hi, lo, dP);
-            look_at_q(raised);
+            look_at_q(q_shift(0), raised);
             tile++;
         }
 #pragma unroll 1
         for (int j = 1; j < all; j++, tile++) {
             float dP[COLUMNS / 2], T[HEAD / 2];
             int raised[2];
-            next_met(m, p, w);
             wait_second(s, tile);
-            multiply_both_values_first<HEAD, C::ROWS>(dP, V, second_tile(s, tile), T, hi, lo, first_tile(s, tile - 1));
+            multiply_both_values_first<HEAD, C::ROWS, C::D / HEAD>(dP, V, second_tile(s, tile), T, hi, lo,
+                                                                   first_tile(s, tile - 1));
             add(T); /* dK += dS^T Q of the tile before */
             keep_order(tile);
             wgmma_wait<0>();
-            finish(dP, raised);
+            finish(dP, g_shift(j), raised);
             split_weights(hi, lo, dP);
-            look_at_q(raised);
+            look_at_q(q_shift(j), raised);
         }
         if (all) {
             float T[HEAD / 2];
-            multiply_values<HEAD>(T, hi, lo, first_tile(s, tile - 1));
+            multiply_values<HEAD, C::D / HEAD>(T, hi, lo, first_tile(s, tile - 1));
             add(T);
         }
         if (a.d_k.data)
@@ -299,10 +306,11 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
     }
 }
 
-template <int HEAD>
-__global__ void __launch_bounds__(dkv_shape<HEAD>::THREADS, 1) dkv_sm90split(const __grid_constant__ split_job p)
+template <int HEAD, int PARTS>
+__global__ void __launch_bounds__(dkv_shape<HEAD, PARTS>::THREADS, 1) dkv_sm90split(const __grid_constant__ split_job p)
 {
-    typedef dkv_shape<HEAD> C;
+    typedef dkv_shape<HEAD, PARTS> C;
+    let_next_start(); /* dQ, on the multiprocessors that are done here */
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(backward_shared<C> *)memory;
     init_barriers(s);
@@ -343,14 +351,20 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
         const int inside = uniform(w.inside[GROUP]), outside = uniform(w.outside[GROUP]);
         const int begin = uniform(w.begin[GROUP]), end = uniform(w.end[GROUP]), tiles = uniform(w.tiles);
         int column = w.start + begin * COLUMNS;
-        int met = (int)split_at(p.other[0], w.other_batch, w.head / a.G, w.other_row + column);
+        shifts_ahead k_shifts, v_shifts;
+        const int met = (int)split_at(p.other[0], w.other_batch, w.head / a.G, w.other_row + column);
         gradient<HEAD> dQ;
         operand hi, lo;
         int by[2] = {}, before = 0; /* of dS and K of the tile before */
         tile = skip(s, tile, begin);
-        /* From S of a tile to dS. */
-        const auto finish = [&](float(&S)[COLUMNS / 2], int k_shift) {
-            weigh(S, exponent_scale<HEAD>(a, q_shift + k_shift), column >= inside && column + COLUMNS <= outside,
+        const auto shift_of_tile = [&](shifts_ahead &ahead, const shift *shifts, int j) {
+            return ahead.get(j - begin, end - begin, [&](int i) { return shifts + met + i * COLUMNS; });
+        };
+        shift k = {};
+        /* From S of a tile to P. */
+        const auto finish = [&](float(&S)[COLUMNS / 2], int j) {
+            k = shift_of_tile(k_shifts, p.other[0].shifts, j);
+            weigh(S, exponent_scale<HEAD>(a, q_shift + k.s), column >= inside && column + COLUMNS <= outside,
                   &s.range[slot][row], column + lane % 4 * 2, [&](int e) { return L[e / 2 % 2]; });
         };
         const auto add = [&](const float(&T)[HEAD / 2]) {
@@ -359,24 +373,25 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
             dQ.add(T, all_of_it);
         };
 #pragma unroll 1
-        for (int j = begin; j < end; j++, tile++, column += COLUMNS, met += COLUMNS) {
+        for (int j = begin; j < end; j++, tile++, column += COLUMNS) {
             float S[COLUMNS / 2], dP[COLUMNS / 2];
             wait_first(s, tile);
             if (j == begin) {
-                multiply_scores<HEAD, C::ROWS>(S, Q, first_tile(s, tile)); /* S = Q K^T */
-                finish(S, p.other[0].shifts[met].s);
+                multiply_scores<HEAD, C::ROWS, C::D / HEAD>(S, Q, first_tile(s, tile)); /* S = Q K^T */
+                finish(S, j);
             } else {
                 float T[HEAD / 2];
-                multiply_both<HEAD, C::ROWS>(S, Q, first_tile(s, tile), T, hi, lo, first_tile(s, tile - 1));
-                finish(S, p.other[0].shifts[met].s);
+                multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, Q, first_tile(s, tile), T, hi, lo,
+                                                          first_tile(s, tile - 1));
+                finish(S, j);
                 keep_order(tile);
                 wgmma_wait<0>();
                 add(T); /* dQ += dS K of the tile before */
             }
             wait_second(s, tile);
-            multiply_scores<HEAD, C::ROWS>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
+            multiply_apart<HEAD, C::ROWS, C::D / HEAD>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
             release_second(s, tile);
-            const shift k = p.other[0].shifts[met], v = p.other[1].shifts[met];
+            const shift v = shift_of_tile(v_shifts, p.other[1].shifts, j);
             again |= k.strange || v.strange || q_shift + k.s < p.exact_below;
             differentiate(
                 dP, g_shift + v.s,
@@ -387,7 +402,7 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
         }
         if (begin < end) {
             float T[HEAD / 2];
-            multiply_values<HEAD>(T, hi, lo, first_tile(s, tile - 1));
+            multiply_values<HEAD, C::D / HEAD>(T, hi, lo, first_tile(s, tile - 1));
             add(T);
         }
         tile = skip(s, tile, tiles - end);
@@ -399,10 +414,10 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
     }
 }
 
-template <int HEAD>
-__global__ void __launch_bounds__(dq_shape<HEAD>::THREADS, 1) dq_sm90split(const __grid_constant__ split_job p)
+template <int HEAD, int PARTS>
+__global__ void __launch_bounds__(dq_shape<HEAD, PARTS>::THREADS, 1) dq_sm90split(const __grid_constant__ split_job p)
 {
-    typedef dq_shape<HEAD> C;
+    typedef dq_shape<HEAD, PARTS> C;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(backward_shared<C> *)memory;
     init_barriers(s);
@@ -440,9 +455,8 @@ static size_t lay_out(const heed_problem *p, void *memory, split_space *s)
     split.zeros = (int *)space.take(3 * sizeof(int));
     split.k.marks = (int *)space.take(p->a.k.shape[0] * p->Hk * split.k.head_rows * sizeof(int));
     split.q.marks = (int *)space.take(rows * sizeof(int));
-    const bool narrow = split_width_of(p) == 64;
     heed_sm90_take_table(&space, &s->keys, p, &p->a.k, SPLIT_ROWS, COLUMNS);
-    heed_sm90_take_table(&space, &s->queries, p, &p->a.q, narrow ? dq_shape<64>::ROWS : dq_shape<128>::ROWS, COLUMNS);
+    heed_sm90_take_table(&space, &s->queries, p, &p->a.q, QUERIES, COLUMNS);
     return space.bytes;
 }
 
@@ -452,11 +466,11 @@ static int64_t keys_of(const args &a)
     return a.offsets_k ? a.k_rows : a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
 }
 
-/* One of the two kernels: for the own side and the other. */
-template <class C, class Kernel>
+/* One of the two kernels: for the own side and the other. second: it follows the other one and need not wait for it. */
+template <int HEAD, class C, class Kernel>
 static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, const split_rows (&own)[2],
-                       const split_rows (&other)[2], int64_t own_rows, int64_t other_rows, int units,
-                       const heed_exec *x)
+                       const split_rows (&other)[2], int64_t own_rows, int64_t other_rows, bool second,
+                       const heed_plan *plan, const heed_exec *x)
 {
     static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
     const args &a = p.job.a;
@@ -468,14 +482,19 @@ static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, c
     heed_status status = HEED_OK;
     for (int i = 0; i < 2 && !status; i++) {
         p.own[i] = own[i], p.other[i] = other[i];
-        status = split_map(&job.own[i], own[i], C::D / 2, own_rows, C::KEYS ? keys : queries, C::ROWS);
+        status = split_map(&job.own[i], own[i], HEAD, C::D / HEAD, own_rows, C::KEYS ? keys : queries, C::ROWS);
         if (!status)
-            status = split_map(&job.other[i], other[i], C::D / 2, other_rows, C::KEYS ? queries : keys, COLUMNS);
+            status = split_map(&job.other[i], other[i], HEAD, C::D / HEAD, other_rows, C::KEYS ? queries : keys,
+                               COLUMNS);
     }
-    return status ? status : launch(kernel, HEED_MIN(units, job.count), C::THREADS, sizeof(backward_shared<C>), x, p);
+    const int blocks = HEED_MIN(plan->device.units, job.count);
+    return status   ? status
+           : second ? launch_early(kernel, dim3(blocks), dim3(C::THREADS), sizeof(backward_shared<C>), plan, x, p)
+                    : launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
-template <int HEAD> static heed_status run_both(split_job &p, const split_space &s, int units, const heed_exec *x)
+template <int HEAD, int PARTS>
+static heed_status run_both(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
 {
     const int64_t keys = keys_of(p.job.a);
     const args &a = p.job.a;
@@ -483,13 +502,22 @@ template <int HEAD> static heed_status run_both(split_job &p, const split_space 
     heed_status status = HEED_OK;
     p.job.counter = split.zeros;
     if (a.d_k.data || a.d_v.data)
-        status = run<dkv_shape<HEAD>>(dkv_sm90split<HEAD>, p, s.keys, { split.k, split.v }, { split.q, split.d_o },
-                                      keys, a.q_rows, units, x);
+        status = run<HEAD, dkv_shape<HEAD, PARTS>>(dkv_sm90split<HEAD, PARTS>, p, s.keys, { split.k, split.v },
+                                                   { split.q, split.d_o }, keys, a.q_rows, false, plan, x);
     p.job.counter = split.zeros + 1;
     if (a.d_q.data && !status)
-        status = run<dq_shape<HEAD>>(dq_sm90split<HEAD>, p, s.queries, { split.q, split.d_o }, { split.k, split.v },
-                                     a.q_rows, keys, units, x);
+        status = run<HEAD, dq_shape<HEAD, PARTS>>(dq_sm90split<HEAD, PARTS>, p, s.queries, { split.q, split.d_o },
+                                                  { split.k, split.v }, a.q_rows, keys, a.d_k.data || a.d_v.data, plan,
+                                                  x);
     return status;
+}
+
+static heed_status run(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
+{
+    const bool narrow = split_width(p.job.a) == 64;
+    if (s.split.hi_only)
+        return narrow ? run_both<64, 1>(p, s, plan, x) : run_both<128, 1>(p, s, plan, x);
+    return narrow ? run_both<64, 2>(p, s, plan, x) : run_both<128, 2>(p, s, plan, x);
 }
 
 size_t heed_backward_workspace_sm90split(const heed_problem *p, const heed_plan *plan)
@@ -509,6 +537,7 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
     again.L = again.delta = NULL, again.zeros = NULL;
     again.k.marks = again.q.marks = NULL;
     s.split.facts = NULL;
+    s.split.hi_only = p->precision == HEED_TF32;
     job.job.a = a, job.job.L = s.split.L, job.job.delta = s.split.delta, job.job.pitch = a.q_rows;
     job.exact_below = split_exact_below(a), job.any = s.split.zeros + 2;
     heed_status status = start.status;
@@ -524,8 +553,7 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
     if (!status)
         status = heed_sm90_find_pieces(a, s.keys, s.queries, x);
     if (!status)
-        status = split_width(a) == 64 ? run_both<64>(job, s, plan->device.units, x)
-                                      : run_both<128>(job, s, plan->device.units, x);
+        status = run(job, s, plan, x);
     if (!status)
         status = heed_cuda_split(a, again, job.any, x);
     const marked only = { job.any, s.split.k.marks, s.split.q.marks };

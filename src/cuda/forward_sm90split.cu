@@ -155,7 +155,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             float s[S::KEYS / 2];
             const shift k = split.k.shifts[at_first + j * S::KEYS];
             wait(k_full + 8 * at.at(), at.parity());
-            multiply_scores<S::HEAD, 64>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
+            multiply_scores<S::HEAD, 64, 2>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
             release(k_empty + 8 * at.at());
             weigh(s, j, k);
             split_weights(hi, lo, s);
@@ -166,8 +166,8 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             const ring<S::STAGES> next = { at.count + 1 };
             wait(k_full + 8 * next.at(), next.parity());
             wait(v_full + 8 * at.at(), at.parity());
-            multiply_both<S::HEAD, 64>(s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo,
-                                       on(V0, uniform(at.at()) * V_BYTES));
+            multiply_both<S::HEAD, 64, 2>(s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo,
+                                          on(V0, uniform(at.at()) * V_BYTES));
             const shift k = split.k.shifts[at_first + (j - 1) * S::KEYS];
             release(k_empty + 8 * next.at());
             const bool grew = weigh(s, j - 1, k);
@@ -190,7 +190,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             const shift v = split.v.shifts[at_first];
             again |= v.strange;
             wait(v_full + 8 * at.at(), at.parity());
-            multiply_values<S::HEAD>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
+            multiply_values<S::HEAD, 2>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
             release(v_empty + 8 * at.at());
             promote(O, T, v.s, least);
             at.next();
@@ -262,11 +262,11 @@ template <class S> static heed_status run(const args &a, const split_tensors &sp
     tensor_map q, k, v;
     const int64_t keys = a.offsets_k ? a.k_rows : a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const bool any = keys > 0; /* no key: nothing will be loaded, but a map must show something */
-    heed_status status = split_map(&q, split.q, S::HEAD, a.q_rows, q_batches, 64);
+    heed_status status = split_map(&q, split.q, S::HEAD, 2, a.q_rows, q_batches, 64);
     if (!status)
-        status = split_map(&k, any ? split.k : split.q, S::HEAD, any ? keys : a.q_rows, k_batches, S::KEYS);
+        status = split_map(&k, any ? split.k : split.q, S::HEAD, 2, any ? keys : a.q_rows, k_batches, S::KEYS);
     if (!status)
-        status = split_map(&v, any ? split.v : split.q, S::HEAD, any ? keys : a.q_rows, k_batches, S::KEYS);
+        status = split_map(&v, any ? split.v : split.q, S::HEAD, 2, any ? keys : a.q_rows, k_batches, S::KEYS);
     if (status)
         return status;
     const int64_t cached = (int64_t)32 << 20, head_bytes = HEED_MAX(keys, 1) * S::D * 4;

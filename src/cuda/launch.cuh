@@ -42,6 +42,45 @@ heed_status launch(Kernel kernel, int64_t blocks, int threads, size_t shared_byt
     return heed_cuda_launch((const void *)kernel, blocks, threads, shared_bytes, x, arguments);
 }
 
+/* ---- One kernel after the other ---------------------------------------------------------------------------------- */
+
+/* From sm_90 on a kernel may be started while the one before it still runs, so that blocks are placed and find out what
+ * is theirs to do in the meantime. let_next_start(): the next one may be; wait_for_last(): what came before is done and
+ * its results can be seen. Every thread waits before it touches memory. */
+__device__ inline void let_next_start()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void wait_for_last()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* The same, once these addresses are known, of which one is not 0: else the compiler would compute them afterwards. */
+__device__ inline void wait_for_last(const void *x, const void *y, const void *z)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred known;\nsetp.ne.u64 known, %0, 0;\n@known griddepcontrol.wait;\n}" ::"l"(
+                     (uint64_t)x | (uint64_t)y | (uint64_t)z)
+                 : "memory");
+#endif
+}
+
+/* launch() for kernels that wait_for_last(), or follow one that waited for all that they need. */
+template <class Kernel, class... Rest>
+heed_status launch_early(Kernel kernel, dim3 blocks, dim3 threads, size_t shared_bytes, const heed_plan *plan,
+                         const heed_exec *x, const Rest &...rest)
+{
+    void *arguments[] = { (void *)&rest... };
+    return heed_cuda_launch_grid((const void *)kernel, blocks, threads, shared_bytes, plan->device.arch >= 90, x,
+                                 arguments);
+}
+
 /* ---- rows.cu: operations on whole rows that the kernels share ---------------------------------------------------- */
 
 /* Sets every element of t, of the given shape, where t is present. */

@@ -20,49 +20,10 @@
 #include "scores.cuh"
 #include "sm75.cuh"
 
-/* ---- One kernel after the other ---------------------------------------------------------------------------------- */
-
-/* From sm_90 on a kernel may be started while the one before it still runs, so that blocks are placed and find out what
- * is theirs to do in the meantime. let_next_start(): the next one may be; wait_for_last(): what came before is done and
- * its results can be seen. Every thread waits before it touches memory. */
-__device__ inline void let_next_start()
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ inline void wait_for_last()
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-/* The same, once these addresses are known, of which one is not 0: else the compiler would compute them afterwards. */
-__device__ inline void wait_for_last(const void *x, const void *y, const void *z)
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{\n.reg .pred known;\nsetp.ne.u64 known, %0, 0;\n@known griddepcontrol.wait;\n}" ::"l"(
-                     (uint64_t)x | (uint64_t)y | (uint64_t)z)
-                 : "memory");
-#endif
-}
+/* ---- What there is to do ----------------------------------------------------------------------------------------- */
 
 /* Whether lengths are in memory: then even span_of() has to wait. */
 __device__ inline bool is_ragged(const args &a) { return a.lengths_q || a.lengths_k || a.offsets_q || a.offsets_k; }
-
-/* launch() for kernels that call these two. */
-template <class Kernel, class... Rest>
-heed_status launch_early(Kernel kernel, dim3 blocks, dim3 threads, size_t shared_bytes, const heed_plan *plan,
-                         const heed_exec *x, const Rest &...rest)
-{
-    void *arguments[] = { (void *)&rest... };
-    return heed_cuda_launch_grid((const void *)kernel, blocks, threads, shared_bytes, plan->device.arch >= 90, x,
-                                 arguments);
-}
-
-/* ---- What there is to do ----------------------------------------------------------------------------------------- */
 
 /* A grid is as many blocks deep as a head takes, with heads and sequences as width and height: whichever is more in x,
  * which alone goes beyond 65535. */

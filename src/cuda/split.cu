@@ -3,10 +3,11 @@
 #include "split.cuh"
 
 constexpr int THREADS = 256;
+constexpr int FEW = 256; /* blocks, where there is seldom anything to do */
 
 /* The first 64 of some rows, to place `at` of x. */
 template <int D>
-__device__ static void split_64(const even_rows &rows, const split_rows &x, int64_t at, const float *less)
+__device__ static void split_64(const even_rows &rows, const split_rows &x, int64_t at, const float *less, bool hi_only)
 {
     __shared__ unsigned most[THREADS / 32];
     const rows_in_flight<D, SPLIT_ROWS, THREADS> some(rows);
@@ -15,7 +16,8 @@ __device__ static void split_64(const even_rows &rows, const split_rows &x, int6
         char *const to = x.rows + (at + row) * (4 * D) + chunk * 16;
         if (row < rows.count) {
             *(uint4 *)to = hi;
-            *(uint4 *)(to + 2 * D) = lo;
+            if (!hi_only)
+                *(uint4 *)(to + 2 * D) = lo;
         }
     });
     if (threadIdx.x == 0) {
@@ -34,26 +36,21 @@ __device__ static row_facts_split facts_of(float lse, float delta)
     return { log2, rest, delta, lse };
 }
 
-/* The blocks of either kind of tensor: key_blocks for k, as many for v, then those of q and of d_o. */
+/* The groups of 64 rows of either kind of tensor: `keys` of k, as many of v, then those of q and of d_o. */
 struct split_grid {
-    int key_tiles, query_tiles, key_blocks, query_blocks;
+    int key_tiles, query_tiles, keys, queries, all;
 };
 
+/* Group number `index` of all. */
 template <int D>
-__global__ void __launch_bounds__(THREADS)
-    split_pass(const __grid_constant__ args a, const __grid_constant__ split_tensors to, split_grid n, const int *when)
+__device__ static void split_one(const args &a, const split_tensors &to, const split_grid &n, int index)
 {
-#if HEED_SPLIT_HERE
     __shared__ float less[SPLIT_ROWS];
-    if (when && !*when)
-        return;
-    if (to.zeros && blockIdx.x == 0 && threadIdx.x < 3)
-        to.zeros[threadIdx.x] = 0;
-    const bool keys = (int)blockIdx.x < 2 * n.key_blocks;
-    int index = blockIdx.x - (keys ? 0 : 2 * n.key_blocks);
+    const bool keys = index < 2 * n.keys;
+    index -= keys ? 0 : 2 * n.keys;
     const int tiles = keys ? n.key_tiles : n.query_tiles, heads = keys ? a.Hk : a.Hq;
-    const bool second = index >= (keys ? n.key_blocks : n.query_blocks);
-    index -= second ? (keys ? n.key_blocks : n.query_blocks) : 0;
+    const bool second = index >= (keys ? n.keys : n.queries);
+    index -= second ? (keys ? n.keys : n.queries) : 0;
     const int first = index % tiles * SPLIT_ROWS, h = index / tiles % heads;
     const span s = span_of(a, index / tiles / heads);
     if (first >= (keys ? s.keys : s.rows))
@@ -72,10 +69,26 @@ __global__ void __launch_bounds__(THREADS)
         if (!second && to.facts)
             to.facts[number] = f;
         if (!second && to.L)
-            to.L[number] = f.log2 - TOP, to.delta[number] = fmaf(-f.delta, part, f.delta);
+            to.L[number] = f.log2, to.delta[number] = fmaf(-f.delta, part, f.delta);
     }
     /* In there threads meet before they read less. */
-    split_64<D>(from, x, split_at(x, batch, h, row), second && !keys && to.L ? less : NULL);
+    split_64<D>(from, x, split_at(x, batch, h, row), second && !keys && to.L ? less : NULL, to.hi_only);
+}
+
+template <int D>
+__global__ void __launch_bounds__(THREADS)
+    split_pass(const __grid_constant__ args a, const __grid_constant__ split_tensors to, split_grid n, const int *when)
+{
+#if HEED_SPLIT_HERE
+    if (when && !*when)
+        return;
+    if (to.zeros && blockIdx.x == 0 && threadIdx.x < 3)
+        to.zeros[threadIdx.x] = 0;
+#pragma unroll 1
+    for (int index = blockIdx.x; index < n.all; index += gridDim.x) {
+        split_one<D>(a, to, n, index);
+        __syncthreads();
+    }
 #endif
 }
 
@@ -83,10 +96,11 @@ template <int D> static heed_status run(const args &a, const split_tensors &to, 
 {
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const int64_t key_tiles = tiles_of(keys, SPLIT_ROWS), query_tiles = tiles_of(a.Sq, SPLIT_ROWS);
-    const int64_t key_blocks = to.k.rows ? key_tiles * a.Hk * a.B : 0;
-    const int64_t query_blocks = to.q.rows ? query_tiles * a.Hq * a.B : 0;
-    const split_grid n = { (int)key_tiles, (int)query_tiles, (int)key_blocks, (int)query_blocks };
-    return launch(split_pass<D>, 2 * key_blocks + (to.d_o.rows ? 2 : 1) * query_blocks, THREADS, 0, x, a, to, n, when);
+    const int64_t key_groups = to.k.rows ? key_tiles * a.Hk * a.B : 0;
+    const int64_t query_groups = to.q.rows ? query_tiles * a.Hq * a.B : 0;
+    const int64_t all = 2 * key_groups + (to.d_o.rows ? 2 : 1) * query_groups;
+    const split_grid n = { (int)key_tiles, (int)query_tiles, (int)key_groups, (int)query_groups, (int)all };
+    return launch(split_pass<D>, when ? HEED_MIN(all, FEW) : HEED_MAX(all, 1), THREADS, 0, x, a, to, n, when);
 }
 
 heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x)

@@ -44,8 +44,8 @@ template <int ROWS> __device__ inline uint32_t chunk_along(uint32_t at, int c)
 }
 
 /* What is to be known of 64 split rows: their s, and whether one of them holds an infinity or a NaN. */
-struct shift {
-    int s, strange;
+struct alignas(4) shift {
+    short s, strange;
 };
 
 /* 2^n, and 0 below the normal numbers; n <= 127. */
@@ -162,7 +162,7 @@ template <int D, int ROWS, int THREADS> struct rows_in_flight {
             bits = max(bits, most[warp] & 0x7FFFFFFFu);
             strange |= most[warp] >> 31;
         }
-        return { shift_of(bits), (int)strange };
+        return { (short)shift_of(bits), (short)strange };
     }
 
     /* Calls put(row, chunk, hi, lo) for each of this thread's chunks of 16 bytes. less: of each row, or NULL. */
@@ -216,15 +216,16 @@ struct row_facts_split {
 };
 
 /* What is split before a kernel, and where it goes; what is not wanted has no rows. Of each row of q, for the backward:
- * facts; or L = log2 - 14 and delta, where d_o and delta are to be divided by 2^rest, so that P need not be. */
+ * facts; or L = log2 and delta, where d_o and delta are to be divided by 2^rest, so that P need not be. */
 struct split_tensors {
     split_rows k, v, q, d_o;
     row_facts_split *facts;
     float *L, *delta; /* [batch][head][row] */
     int *zeros;       /* three numbers that are to become 0 */
+    bool hi_only;     /* lo is not wanted */
 };
 
-/* split.cu. when: does nothing where this is 0. */
+/* split.cu. when: does nothing where this is 0, which is the rule. */
 heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x);
 
 /* The width of the tiles. */

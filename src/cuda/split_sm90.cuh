@@ -4,13 +4,28 @@
  *     T = P B     P in registers, where lo carries nothing
  *
  * Small products come first, so that only the last third of the additions rounds at full size, and one set of sums is
- * enough: the small part of S is multiplied by 2^-11 before the large one joins it, and what meets Blo is Phi 2^-11. So
- * each product has a start and a finish, and something to lower between them when the start is done. */
+ * enough: the small part of S is multiplied by 2^-11 before the large one joins it, and what meets Blo is Phi 2^-11.
+ *
+ * PARTS: 2; or 1 where hi alone will do, which has the 11 bits of tf32, and by the powers of two its range: HEED_TF32. */
 #ifndef HEED_CUDA_SPLIT_SM90_CUH
 #define HEED_CUDA_SPLIT_SM90_CUH
 
 #include "split.cuh"
 #include "tile_sm90.cuh"
+
+/* The shifts of the tiles to come, one a lane: asked for one by one, each would hold up its tile for as long as memory
+ * takes. */
+struct shifts_ahead {
+    int both;
+    /* Of tile i of `count`, the next to be asked for. at(i): where it is. */
+    template <class Where> __device__ shift get(int i, int count, Where at)
+    {
+        if (i % 32 == 0)
+            both = *(const int *)at(min(i + (int)threadIdx.x % 32, count - 1));
+        const int now = __shfl_sync(~0u, both, i % 32);
+        return { (short)now, (short)(now >> 16) };
+    }
+};
 
 /* S += A B^T, of one part of A, of A_ROWS rows, and one of B, named by where they begin. keep = 0: S = A B^T. */
 template <int HEAD, int A_ROWS>
@@ -22,7 +37,9 @@ __device__ inline void multiply_parts(float (&S)[SPLIT_ROWS / 2], uint64_t A, ui
                                                          on(B, k / 4 * SPLIT_ROWS * 128 + k % 4 * 32), k ? 1 : keep);
 }
 
-template <int HEAD, int A_ROWS> __device__ inline void start_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+/* S = Alo Bhi + Ahi Blo. */
+template <int HEAD, int A_ROWS>
+__device__ inline void multiply_small(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
 {
     multiply_parts<HEAD, A_ROWS>(S, on(A, HEAD / 64 * A_ROWS * 128), B, 0);
     multiply_parts<HEAD, A_ROWS>(S, A, on(B, HEAD / 64 * SPLIT_ROWS * 128), 1);
@@ -35,9 +52,11 @@ __device__ inline void lower(float (&S)[SPLIT_ROWS / 2])
         S[i] *= SMALL;
 }
 
-template <int HEAD, int A_ROWS> __device__ inline void finish_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+__device__ inline void join(float (&S)[SPLIT_ROWS / 2], const float (&small)[SPLIT_ROWS / 2])
 {
-    multiply_parts<HEAD, A_ROWS>(S, A, B, 1);
+#pragma unroll
+    for (int i = 0; i < SPLIT_ROWS / 2; i++)
+        S[i] = fmaf(small[i], SMALL, S[i]);
 }
 
 /* P as two operands. */
@@ -54,113 +73,137 @@ __device__ inline void split_weights(operand &hi, operand &lo, const float (&P)[
     }
 }
 
-template <int HEAD> __device__ inline void start_values(float (&T)[HEAD / 2], const operand &lo, uint64_t B)
-{
-    multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, B, 0);
-}
-
-/* Phi 2^-11 in the place of Plo. */
-__device__ inline void lower(operand &lo, const operand &hi)
+/* Phi 2^-11. */
+__device__ inline void lower(operand &less, const operand &hi)
 {
 #pragma unroll
     for (int i = 0; i < SPLIT_ROWS / 4; i++) {
-        const __half2 less = __hmul2(*(const __half2 *)&hi[i / 4][i % 4], __float2half2_rn(SMALL));
-        lo[i / 4][i % 4] = *(const uint32_t *)&less;
+        const __half2 two = __hmul2(*(const __half2 *)&hi[i / 4][i % 4], __float2half2_rn(SMALL));
+        less[i / 4][i % 4] = *(const uint32_t *)&two;
     }
 }
 
-template <int HEAD>
-__device__ inline void finish_values(float (&T)[HEAD / 2], const operand &hi, const operand &lo, uint64_t B)
+/* T += Phi 2^-11 Blo + Phi Bhi; of one part T = Phi Bhi. */
+template <int HEAD, int PARTS>
+__device__ inline void multiply_large(float (&T)[HEAD / 2], const operand &hi, const operand &less, uint64_t B)
 {
-    multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, on(B, HEAD / 64 * SPLIT_ROWS * 128));
-    multiply_columns<__half, HEAD, SPLIT_ROWS>(T, hi, B);
+    if (PARTS == 2)
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, less, on(B, HEAD / 64 * SPLIT_ROWS * 128));
+    multiply_columns<__half, HEAD, SPLIT_ROWS>(T, hi, B, PARTS == 2);
 }
 
 /* ---- Whole products ---------------------------------------------------------------------------------------------- */
 
-/* S = A B^T, and waits for it. */
-template <int HEAD, int A_ROWS>
+/* S = A B^T, and waits for it: with the sums of multiply_both(), so that a score is the same to the last bit wherever it
+ * is computed. What it is off by then cancels in P = exp(S - lse). */
+template <int HEAD, int A_ROWS, int PARTS>
 __device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
 {
     wgmma_fence();
-    start_scores<HEAD, A_ROWS>(S, A, B);
-    wgmma_commit();
-    wgmma_wait<0>();
-    lower(S);
-    wgmma_fence();
-    finish_scores<HEAD, A_ROWS>(S, A, B);
+    if (PARTS == 2) {
+        multiply_small<HEAD, A_ROWS>(S, A, B);
+        wgmma_commit();
+        wgmma_wait<0>();
+        lower(S);
+        wgmma_fence();
+    }
+    multiply_parts<HEAD, A_ROWS>(S, A, B, PARTS == 2);
     wgmma_commit();
     wgmma_wait<0>();
 }
 
-/* T = P C, and waits for it. lo is spoilt. */
-template <int HEAD>
-__device__ inline void multiply_values(float (&T)[HEAD / 2], const operand &hi, operand &lo, uint64_t C)
+/* The same with small and large sums apart, and without a wait in between. */
+template <int HEAD, int A_ROWS, int PARTS>
+__device__ inline void multiply_apart(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
 {
+    float small[SPLIT_ROWS / 2];
     wgmma_fence();
-    start_values<HEAD>(T, lo, C);
+    if (PARTS == 2)
+        multiply_small<HEAD, A_ROWS>(small, A, B);
+    multiply_parts<HEAD, A_ROWS>(S, A, B, 0);
     wgmma_commit();
     wgmma_wait<0>();
-    lower(lo, hi);
+    if (PARTS == 2)
+        join(S, small);
+}
+
+/* T = P C, and waits for it. */
+template <int HEAD, int PARTS>
+__device__ inline void multiply_values(float (&T)[HEAD / 2], const operand &hi, const operand &lo, uint64_t C)
+{
+    operand less;
+    lower(less, hi);
     wgmma_fence();
-    finish_values<HEAD>(T, hi, lo, C);
+    if (PARTS == 2)
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
+    multiply_large<HEAD, PARTS>(T, hi, less, C);
     wgmma_commit();
     wgmma_wait<0>();
 }
 
-/* Both, and waits for S. T is still under way. */
-template <int HEAD, int A_ROWS>
+/* Both, and waits for S. T is still under way. There are no registers for large and small sums apart, so there are waits
+ * in between. lo is spoilt. */
+template <int HEAD, int A_ROWS, int PARTS>
 __device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, float (&T)[HEAD / 2],
                                      const operand &hi, operand &lo, uint64_t C)
 {
     wgmma_fence();
-    start_scores<HEAD, A_ROWS>(S, A, B);
+    if (PARTS == 2) {
+        multiply_small<HEAD, A_ROWS>(S, A, B);
+        wgmma_commit();
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        lower(S);
+        wgmma_fence();
+    }
+    multiply_parts<HEAD, A_ROWS>(S, A, B, PARTS == 2);
     wgmma_commit();
-    start_values<HEAD>(T, lo, C);
-    wgmma_commit();
-    wgmma_wait<1>();
-    lower(S);
-    wgmma_fence();
-    finish_scores<HEAD, A_ROWS>(S, A, B);
-    wgmma_commit();
-    wgmma_wait<1>();
-    lower(lo, hi);
-    wgmma_fence();
-    finish_values<HEAD>(T, hi, lo, C);
+    if (PARTS == 2) {
+        wgmma_wait<1>();
+        lower(lo, hi);
+        wgmma_fence();
+    }
+    multiply_large<HEAD, PARTS>(T, hi, lo, C);
     wgmma_commit();
     wgmma_wait<1>();
 }
 
 /* Both in the other order, and waits for T. S is still under way. Of two warpgroups, one in either order, one reads two
  * operands from shared memory while the other reads one: two at a time are all that it can give. */
-template <int HEAD, int A_ROWS>
+template <int HEAD, int A_ROWS, int PARTS>
 __device__ inline void multiply_both_values_first(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B,
                                                   float (&T)[HEAD / 2], const operand &hi, operand &lo, uint64_t C)
 {
     wgmma_fence();
-    start_values<HEAD>(T, lo, C);
+    if (PARTS == 2) {
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
+        wgmma_commit();
+        multiply_small<HEAD, A_ROWS>(S, A, B);
+        wgmma_commit();
+        wgmma_wait<1>();
+        lower(lo, hi);
+        wgmma_fence();
+    }
+    multiply_large<HEAD, PARTS>(T, hi, lo, C);
     wgmma_commit();
-    start_scores<HEAD, A_ROWS>(S, A, B);
-    wgmma_commit();
-    wgmma_wait<1>();
-    lower(lo, hi);
-    wgmma_fence();
-    finish_values<HEAD>(T, hi, lo, C);
-    wgmma_commit();
-    wgmma_wait<1>();
-    lower(S);
-    wgmma_fence();
-    finish_scores<HEAD, A_ROWS>(S, A, B);
+    if (PARTS == 2) {
+        wgmma_wait<1>();
+        lower(S);
+        wgmma_fence();
+    }
+    multiply_parts<HEAD, A_ROWS>(S, A, B, PARTS == 2);
     wgmma_commit();
     wgmma_wait<1>();
 }
 
-/* A split tensor of HEAD columns to the copy engine: 2 HEAD columns of fp16. rows: of each head, those that are there. */
-inline heed_status split_map(tensor_map *m, const split_rows &x, int head, int64_t rows, int batches, int box_rows)
+/* A split tensor to the copy engine: so many parts of `head` columns of fp16. rows: of each head, those that are there. */
+inline heed_status split_map(tensor_map *m, const split_rows &x, int head, int parts, int64_t rows, int batches,
+                             int box_rows)
 {
     const int64_t row = 2 * head, all = x.head_rows * row;
     const view t = { x.rows, { x.heads * all, all, row, 1 }, HEED_F16, 1 };
-    return heed_tensor_map(m, t, row, rows, x.heads, batches, box_rows);
+    return heed_tensor_map(m, t, parts * head, rows, x.heads, batches, box_rows);
 }
 
 #endif
