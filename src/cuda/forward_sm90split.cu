@@ -12,8 +12,9 @@
 #include "forward_sm90.cuh"
 #include "split_sm90.cuh"
 
-template <int D_, int GROUPS_, int STAGES_> struct split_shape {
-    static constexpr int HEAD = D_, D = 2 * D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = SPLIT_ROWS, ALIGNED = KEYS;
+template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_> struct split_shape {
+    static constexpr int HEAD = HEAD_, PARTS = PARTS_, D = PARTS * HEAD, GROUPS = GROUPS_, ROWS = 64 * GROUPS,
+                         KEYS = SPLIT_ROWS, ALIGNED = KEYS;
     static constexpr int STAGES = STAGES_, THREADS = 128 + 128 * GROUPS;
     static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, REGISTERS = GROUPS == 3 ? 160 : 232;
     static __device__ int part(int group, int n)
@@ -155,7 +156,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             float s[S::KEYS / 2];
             const shift k = split.k.shifts[at_first + j * S::KEYS];
             wait(k_full + 8 * at.at(), at.parity());
-            multiply_scores<S::HEAD, 64, 2>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
+            multiply_scores<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
             release(k_empty + 8 * at.at());
             weigh(s, j, k);
             split_weights(hi, lo, s);
@@ -166,8 +167,8 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             const ring<S::STAGES> next = { at.count + 1 };
             wait(k_full + 8 * next.at(), next.parity());
             wait(v_full + 8 * at.at(), at.parity());
-            multiply_both<S::HEAD, 64, 2>(s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo,
-                                          on(V0, uniform(at.at()) * V_BYTES));
+            multiply_both<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo,
+                                                 on(V0, uniform(at.at()) * V_BYTES));
             const shift k = split.k.shifts[at_first + (j - 1) * S::KEYS];
             release(k_empty + 8 * next.at());
             const bool grew = weigh(s, j - 1, k);
@@ -190,7 +191,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             const shift v = split.v.shifts[at_first];
             again |= v.strange;
             wait(v_full + 8 * at.at(), at.parity());
-            multiply_values<S::HEAD, 2>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
+            multiply_values<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
             release(v_empty + 8 * at.at());
             promote(O, T, v.s, least);
             at.next();
@@ -262,11 +263,11 @@ template <class S> static heed_status run(const args &a, const split_tensors &sp
     tensor_map q, k, v;
     const int64_t keys = a.offsets_k ? a.k_rows : a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const bool any = keys > 0; /* no key: nothing will be loaded, but a map must show something */
-    heed_status status = split_map(&q, split.q, S::HEAD, 2, a.q_rows, q_batches, 64);
+    heed_status status = split_map(&q, split.q, S::HEAD, S::PARTS, a.q_rows, q_batches, 64);
     if (!status)
-        status = split_map(&k, any ? split.k : split.q, S::HEAD, 2, any ? keys : a.q_rows, k_batches, S::KEYS);
+        status = split_map(&k, any ? split.k : split.q, S::HEAD, S::PARTS, any ? keys : a.q_rows, k_batches, S::KEYS);
     if (!status)
-        status = split_map(&v, any ? split.v : split.q, S::HEAD, 2, any ? keys : a.q_rows, k_batches, S::KEYS);
+        status = split_map(&v, any ? split.v : split.q, S::HEAD, S::PARTS, any ? keys : a.q_rows, k_batches, S::KEYS);
     if (status)
         return status;
     const int64_t cached = (int64_t)32 << 20, head_bytes = HEED_MAX(keys, 1) * S::D * 4;
@@ -306,9 +307,13 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
     const int units = plan->device.units;
     split_tensors split = {};
     lay_out(p, x->workspace, split);
+    split.hi_only = p->precision == HEED_TF32;
     heed_status status = start.status ? start.status : heed_cuda_split(a, split, NULL, x);
-    if (!status)
-        status = split_width(a) == 64 ? run<split_shape<64, 3, 4>>(a, split, units, x)
-                                      : run<split_shape<128, 2, 2>>(a, split, units, x);
+    if (!status && split.hi_only)
+        status = split_width(a) == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, units, x)
+                                      : run<split_shape<128, 1, 2, 4>>(a, split, units, x);
+    else if (!status)
+        status = split_width(a) == 64 ? run<split_shape<64, 2, 3, 4>>(a, split, units, x)
+                                      : run<split_shape<128, 2, 2, 2>>(a, split, units, x);
     return status ? status : heed_cuda_forward_marked(a, { split.zeros + 2, NULL, split.q.marks }, 2 * units, x);
 }
