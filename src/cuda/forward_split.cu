@@ -1,5 +1,6 @@
-/* Forward for fp32 on tensor cores, head sizes to 128, on sm_80 to sm_90: each operand is two numbers of fp16 (split.cuh).
- * A block of four warps owns 64 or 128 rows of one head and meets 32 keys at a time, as in forward_mma.cu.
+/* Forward for fp32 on tensor cores, head sizes to 256, on sm_80 to sm_90: each operand is two numbers of fp16 (split.cuh).
+ * A block of four warps owns 64 or 128 rows of one head and meets 32 keys at a time, 16 where the head size is above
+ * 128, as in forward_mma.cu.
  *
  * Few keys: each block splits those it meets, and the call is one launch. Many: a pass before the kernel has split them
  * into the workspace. Either way the numbers are the same to the last bit.
@@ -14,9 +15,10 @@ constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int MANY_KEYS = 512;
 
 template <int D, bool ALONE> struct shape {
-    static constexpr int MT = ALONE || D == 128 ? 1 : 2, BR = WARPS * 16 * MT;
-    static constexpr int BC = 32, NT = BC / 8;
+    static constexpr int MT = ALONE || D > 64 ? 1 : 2, BR = WARPS * 16 * MT;
+    static constexpr int BC = D > 128 ? 16 : 32, NT = BC / 8;
     static constexpr int KEYS = ALONE ? SPLIT_ROWS : BC; /* in shared memory at a time */
+    static constexpr bool Q_SPLIT = D > 128;             /* before the kernel, which has no registers for it */
 };
 
 template <int D, bool ALONE> struct shared_split {
@@ -26,6 +28,7 @@ template <int D, bool ALONE> struct shared_split {
     unsigned most[WARPS];
     span sequence; /* what is looked at once for each tile lies here and not in registers */
     head of;
+    int i0; /* the block's first row */
     shift q[like::BR / SPLIT_ROWS];
 };
 
@@ -132,6 +135,7 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
     if (threadIdx.x == 0) {
         s.sequence = span_of(a, number / tiles / a.Hq);
         s.of = head_of(a, s.sequence, number / tiles % a.Hq);
+        s.i0 = i0;
     }
     __syncthreads();
     const span &q = s.sequence;
@@ -150,9 +154,15 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
     };
     if (!ALONE && first < last)
         copy_keys(sK, split.k, first);
+    if (like::Q_SPLIT) {
+        const int64_t at = split_at(split.q, q.q_batch, x.h, q.q_row + i0);
+        copy_split<D, BR, THREADS>(sQ, split.q.rows + at * (4 * D), rows);
+        if (threadIdx.x == 0)
+            s.q[0] = split.q.shifts[at];
+    }
     commit_copies();
 #pragma unroll 1
-    for (int part = 0; part < BR; part += SPLIT_ROWS) {
+    for (int part = 0; part < BR && !like::Q_SPLIT; part += SPLIT_ROWS) {
         const shift found = split_here<D, SPLIT_ROWS, BR>(s.Q, part, s.most,
                                                           queries_from(a, q, a.q, x.h, i0 + part, a.D));
         if (threadIdx.x == 0)
@@ -229,7 +239,7 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
     const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
 #pragma unroll
     for (int r = 0; r < MT * 2; r++) {
-        const int i = i0 + row0 + r / 2 * 16 + r % 2 * 8 + lane / 4;
+        const int i = s.i0 + row0 + r / 2 * 16 + r % 2 * 8 + lane / 4;
         float lse;
         const float sum = finish_row(row_sum(l[r]), m[r], offset_of(m[r]), sink, lse), inverse = 1.0f / sum;
         const float keep = GENERAL && a.drop_below ? a.keep_scale : 1.0f;
@@ -243,7 +253,7 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
             store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), lse);
     }
     store_rows_fp32<D, MT>(O, a.o, a.Dv, false, [&](int r) {
-        return row0 + r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row0 + r) : NOWHERE;
+        return s.i0 + row0 + r < q.rows ? row_at(a.o, q.q_batch, x.h, q.q_row + s.i0 + row0 + r) : NOWHERE;
     });
 }
 
@@ -302,14 +312,17 @@ static bool is_general(const heed_attention &a, uint32_t drop_below)
 /* General scores beside 32 rows for each warp, as blocks that find their keys split have them at D = 64, would spill. */
 static bool splits_alone(const heed_problem *p)
 {
-    return p->Sk / p->a.key_stride < MANY_KEYS || (is_general(p->a, p->drop_below) && split_width_of(p) == 64);
+    return split_width_of(p) <= 128 &&
+           (p->Sk / p->a.key_stride < MANY_KEYS || (is_general(p->a, p->drop_below) && split_width_of(p) == 64));
 }
+
+static int split_before(const heed_problem *p) { return SPLIT_KEYS | (split_width_of(p) == 256 ? SPLIT_QUERIES : 0); }
 
 size_t heed_forward_workspace_split(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
     split_tensors split = {};
-    return splits_alone(p) ? 0 : split_place(p, SPLIT_KEYS, NULL, split);
+    return splits_alone(p) ? 0 : split_place(p, split_before(p), NULL, split);
 }
 
 heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
@@ -317,7 +330,7 @@ heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, con
     (void)plan;
     const prologue start(p, x);
     const args &a = start.a;
-    const bool narrow = split_width(a) == 64, general = is_general(p->a, p->drop_below);
+    const bool narrow = split_width(a) == 64, wide = split_width(a) == 256, general = is_general(p->a, p->drop_below);
     split_tensors split = {};
     if (start.status)
         return start.status;
@@ -325,10 +338,12 @@ heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, con
         return general ? run<64, true, true>(a, split, x) : run<64, false, true>(a, split, x);
     if (splits_alone(p))
         return general ? run<128, true, true>(a, split, x) : run<128, false, true>(a, split, x);
-    split_place(p, SPLIT_KEYS, (char *)x->workspace, split);
+    split_place(p, split_before(p), (char *)x->workspace, split);
     const heed_status status = heed_cuda_split(a, split, NULL, x);
     if (status)
         return status;
+    if (wide)
+        return run<256, true, false>(a, split, x); /* ptxas spills the other */
     return narrow    ? run<64, false, false>(a, split, x)
            : general ? run<128, true, false>(a, split, x)
                      : run<128, false, false>(a, split, x);

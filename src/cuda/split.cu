@@ -105,5 +105,6 @@ template <int D> static heed_status run(const args &a, const split_tensors &to, 
 
 heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x)
 {
-    return split_width(a) == 64 ? run<64>(a, to, when, x) : run<128>(a, to, when, x);
+    const int width = split_width(a);
+    return width == 64 ? run<64>(a, to, when, x) : width == 128 ? run<128>(a, to, when, x) : run<256>(a, to, when, x);
 }

@@ -22,7 +22,7 @@
 
 #include <math.h>
 
-/* Where the kernels are compiled: HEED_NEEDS_split says the same to the planner. ptxas spills some of them on Blackwell. */
+/* Where the kernels are compiled: HEED_NEEDS_forward_split says so to the planner. ptxas spills some of them on Blackwell. */
 #define HEED_SPLIT_HERE (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000)
 
 constexpr int SPLIT_ROWS = 64;
@@ -229,8 +229,9 @@ struct split_tensors {
 heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x);
 
 /* The width of the tiles. */
-inline int split_width_of(const heed_problem *p) { return HEED_MAX(p->D, p->Dv) <= 64 ? 64 : 128; }
-inline int split_width(const args &a) { return HEED_MAX(a.D, a.Dv) <= 64 ? 64 : 128; }
+inline int split_width(int64_t head) { return head <= 64 ? 64 : head <= 128 ? 128 : 256; }
+inline int split_width_of(const heed_problem *p) { return split_width(HEED_MAX(p->D, p->Dv)); }
+inline int split_width(const args &a) { return split_width(HEED_MAX(a.D, a.Dv)); }
 
 /* Gives a tensor its place at memory, and returns where it ends. */
 inline char *place_rows(split_rows &x, char *memory, int64_t batches, int64_t heads, int64_t rows, int width)
@@ -322,7 +323,7 @@ __device__ inline void multiply_split_rows(float (&X)[MT][NT][4], uint32_t A, in
 #pragma unroll
                 for (int e = 0; e < 4; e++)
                     small[m][n][e] = X[m][n0 + n][e] = 0.0f;
-#pragma unroll
+#pragma unroll(D > 128 ? 2 : D / 16)
         for (int k = 0; k < D / 16; k++) {
             uint32_t hi[MT][4], lo[MT][4];
 #pragma unroll
@@ -386,7 +387,7 @@ __device__ inline void multiply_split_tile(float (&Y)[MT][D / 8][4], const float
 #pragma unroll
     for (int n0 = 0; n0 < D / 8; n0 += GROUP) {
         float small[MT][GROUP][4], large[MT][GROUP][4];
-        if (D == 128 && n0 % 8 == 0)
+        if (D > 64 && n0 % (D > 128 ? 2 : 8) == 0)
             __syncwarp(); /* or ptxas has so many of these in flight that it runs out of registers */
 #pragma unroll
         for (int m = 0; m < MT; m++)
