@@ -94,6 +94,7 @@ def attention(
     lengths_k: Any = None,
     return_lse: bool = False,
     deterministic: bool = True,
+    precision: str = "exact",
 ) -> Any:
     """softmax(scale * q k^T + bias) v, for each batch and head, over the keys that a row may see.
 
@@ -120,10 +121,12 @@ def attention(
     lengths_q, lengths_k: [B] whole numbers: how many rows and keys of each sequence count; the rest is padding.
     return_lse: also return the logarithm of each row's sum, [B, H, S], float32, differentiable.
     deterministic: False allows sums in any order where that is faster.
+    precision: of float32: "exact"; "tf32" allows products of tf32's accuracy where that is faster; "plain" wants fp32
+        instructions alone, where "exact" may give tensor cores the numbers in parts.
     """
     return _attention(
         bool(return_lse), q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
-        dropout_p, dropout_seed, lengths_q, lengths_k, deterministic, None, None, None, None, None,
+        dropout_p, dropout_seed, lengths_q, lengths_k, deterministic, precision, None, None, None, None, None,
     )  # fmt: skip
 
 
@@ -150,6 +153,7 @@ def attention_varlen(
     lengths_k: Any = None,
     return_lse: bool = False,
     deterministic: bool = True,
+    precision: str = "exact",
 ) -> Any:
     """attention() over sequences that lie end to end, without padding.
 
@@ -164,8 +168,8 @@ def attention_varlen(
     call = _attention if _compiling() else _C.attention
     return call(
         bool(return_lse), q, k, v, "thd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
-        dropout_p, dropout_seed, None, lengths_k, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        None,
+        dropout_p, dropout_seed, None, lengths_k, deterministic, precision, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, None,
     )  # fmt: skip
 
 
@@ -197,6 +201,7 @@ def attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     deterministic: bool = True,
+    precision: str = "exact",
 ) -> tuple[Any, ...]:
     """The gradients of attention(..., return_lse=True), without autograd: (dq, dk, dv), then dbias where there is a bias
     and dsink where there is a sink.
@@ -206,7 +211,8 @@ def attention_backward(
     """
     arguments = Arguments(
         q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink, dropout_p,
-        dropout_seed, lengths_q, lengths_k, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_seed, lengths_q, lengths_k, deterministic, precision, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k,
     )  # fmt: skip
     if _is_torch(q):
         from heed import _torch

@@ -24,6 +24,7 @@ class Arguments(NamedTuple):
     lengths_q: Any = None
     lengths_k: Any = None
     deterministic: bool = True
+    precision: str = "exact"
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     max_seqlen_q: int | None = None

@@ -117,6 +117,7 @@ def attention_with_kvcache(
     lengths_q: Any = None,
     return_lse: bool = False,
     deterministic: bool = True,
+    precision: str = "exact",
 ) -> Any:
     """attention() of new queries over a cache of keys and values, for generation. No gradient.
 
@@ -150,6 +151,6 @@ def attention_with_kvcache(
         lengths = cache_seqlens + k.shape[1]
     arguments = Arguments(
         q, k_cache, v_cache, "bshd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
-        lengths_q=lengths_q, lengths_k=lengths, deterministic=deterministic, block_table=block_table,
+        lengths_q=lengths_q, lengths_k=lengths, deterministic=deterministic, precision=precision, block_table=block_table,
     )  # fmt: skip
     return _api._attention(return_lse, *arguments)

@@ -13,8 +13,8 @@ from heed._arguments import Arguments
 _PROBLEM = (
     "Tensor q, Tensor k, Tensor v, str layout, str causal, SymInt[]? window, SymInt stride, Tensor? mask, Tensor? bias, "
     "float? scale, float softcap, Tensor? alibi_slopes, Tensor? sink, float dropout_p, Tensor? dropout_seed, "
-    "Tensor? lengths_q, Tensor? lengths_k, bool deterministic, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? block_table"
+    "Tensor? lengths_q, Tensor? lengths_k, bool deterministic, str precision, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? block_table"
 )
 _library = torch.library.Library("heed", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)

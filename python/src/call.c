@@ -181,19 +181,19 @@ static int read_integer(PyObject *object, const char *name, int64_t least, int64
 }
 
 /* The index of the word that object is, or -1 and an exception. */
-static int read_word(PyObject *object, const char *name, const char *const *words)
+static int read_word(PyObject *object, const char *name, const char *const *words, const char *expected)
 {
     for (int n = 0; words[n] && PyUnicode_Check(object); n++)
         if (!PyUnicode_CompareWithASCIIString(object, words[n]))
             return n;
-    PyErr_Format(PyExc_ValueError, "%s: is %R, expected '%s' or '%s'", name, object, words[0], words[1]);
+    PyErr_Format(PyExc_ValueError, "%s: is %R, expected %s", name, object, expected);
     return -1;
 }
 
 static int read_layout(call *c, PyObject *object)
 {
     static const char *const words[] = { "bhsd", "bshd", "thd", NULL };
-    int n = read_word(object, "layout", words);
+    int n = read_word(object, "layout", words, "'bhsd' or 'bshd'");
     c->layout = (layout)n;
     return n < 0 ? -1 : 0;
 }
@@ -209,7 +209,7 @@ static int read_causal(call *c, PyObject *object)
             PyErr_Format(PyExc_TypeError, "causal: is %R, expected True, False, 'bottom_right' or 'top_left'", object);
             return -1;
         }
-        if ((n = read_word(object, "causal", words)) < 0)
+        if ((n = read_word(object, "causal", words, "'bottom_right' or 'top_left'")) < 0)
             return -1;
     }
     c->a.causal = 1;
@@ -272,6 +272,7 @@ static int read_dropout(call *c, PyObject *p_object, PyObject *seed)
 
 static int read_options(call *c, PyObject *const *args)
 {
+    static const char *const precisions[] = { "exact", "tf32", "plain", NULL }; /* as in heed_precision */
     double softcap;
     if (read_causal(c, args[ARG_CAUSAL]) || read_window(c, args[ARG_WINDOW]) ||
         read_integer(args[ARG_STRIDE], "stride", 1, &c->a.key_stride) || read_scale(c, args[ARG_SCALE]) ||
@@ -281,7 +282,9 @@ static int read_options(call *c, PyObject *const *args)
     c->a.softcap = (float)softcap;
     int deterministic = PyObject_IsTrue(args[ARG_DETERMINISTIC]);
     c->x.nondeterministic = !deterministic;
-    return deterministic < 0 ? -1 : 0;
+    int precision = read_word(args[ARG_PRECISION], "precision", precisions, "'exact', 'tf32' or 'plain'");
+    c->x.precision = (heed_precision)precision;
+    return deterministic < 0 || precision < 0 ? -1 : 0;
 }
 
 static int read_extras(call *c, PyObject *const *args)

@@ -25,6 +25,7 @@ typedef enum argument {
     ARG_LENGTHS_Q,
     ARG_LENGTHS_K,
     ARG_DETERMINISTIC,
+    ARG_PRECISION,
     ARG_CU_SEQLENS_Q, /* packed sequences */
     ARG_CU_SEQLENS_K,
     ARG_MAX_SEQLEN_Q,

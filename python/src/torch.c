@@ -302,9 +302,9 @@ static int place_options(PyObject *options, PyObject **return_lse, PyObject **ar
     Py_ssize_t at = 0;
     while (PyDict_Next(options, &at, &name, &value)) {
         int n = ARG_LAYOUT;
-        while (n <= ARG_DETERMINISTIC && name != torch_names[n])
+        while (n <= ARG_PRECISION && name != torch_names[n])
             n++;
-        if (n <= ARG_DETERMINISTIC)
+        if (n <= ARG_PRECISION)
             args[n] = value;
         else if (name == s_return_lse)
             *return_lse = value;

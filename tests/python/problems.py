@@ -114,6 +114,8 @@ def options(draw: Any, n: Numbers, B: int, H: int, S: int, T: int, dtype: torch.
             o[name] = torch.tensor([draw(st.integers(0, most)) for _ in range(B)], dtype=kind, device=device)
     if draw(st.booleans()):
         o["deterministic"] = draw(st.booleans())
+    if maybe(draw):
+        o["precision"] = draw(st.sampled_from(["exact", "plain"]))
     return o
 
 

@@ -20,7 +20,7 @@ def test_forward_and_gradients_are_those_of_the_definition(data, device):
     p = data.draw(problems(device))
     inputs = p.require_grad()
     o, lse = heed.attention(p.q, p.k, p.v, return_lse=True, **p.options)
-    options = {name: value for name, value in p.options.items() if name != "deterministic"}
+    options = {name: value for name, value in p.options.items() if name not in ("deterministic", "precision")}
     expected, expected_lse = reference.attention(p.q, p.k, p.v, **options)
     dtype = p.q.dtype
     assert o.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -145,7 +145,7 @@ def test_packed_sequences_take_biases_masks_and_backward(device):
     mask = torch.rand(2, 1, 5, 5, device=device) > 0.3
     slopes = torch.tensor([0.1, 0.2], device=device)
     how = {"bias": bias, "mask": mask, "softcap": 3.0, "scale": 0.5, "window": (2, 1), "alibi_slopes": slopes}
-    o, lse = heed.attention_varlen(q, k, v, cu, cu, 5, 5, return_lse=True, deterministic=False, **how)
+    o, lse = heed.attention_varlen(q, k, v, cu, cu, 5, 5, return_lse=True, deterministic=False, precision="plain", **how)
     do = torch.randn_like(o)
     grads = torch.autograd.grad(o, (q, k, v, bias), do)
     for b, rows in enumerate((slice(0, 4), slice(4, 9))):
@@ -181,3 +181,15 @@ def test_longer_sequences(device, dtype):
     wanted = torch.autograd.grad(expected, (q, k, v), do.double())
     for grad, want in zip(torch.autograd.grad(o, (q, k, v), do), wanted, strict=True):
         check_close("gradient", grad, want, dtype)
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("exact", 1e-6), ("plain", 1e-6), ("tf32", 1e-3)])
+def test_precision_is_what_was_asked_for(precision, allowed, device):
+    q, k, v = (torch.randn(1, 2, 600, 64, device=device, requires_grad=True) for _ in range(3))
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    o = heed.attention(q, k, v, causal=True, precision=precision)
+    want, _ = reference.attention(*exact, causal=True)
+    do = torch.randn_like(o)
+    results = (o, *torch.autograd.grad(o, (q, k, v), do))
+    for result, wanted in zip(results, (want, *torch.autograd.grad(want, exact, do.double())), strict=True):
+        assert (result.double() - wanted).norm() <= allowed * wanted.norm()

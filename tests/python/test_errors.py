@@ -43,6 +43,8 @@ def message(kind, text, *arguments, function=heed.attention, **options):
         (TypeError, "bias: is a meta tensor", {"bias": Q.to("meta")}),
         (ValueError, "layout: is 'sbhd'", {"layout": "sbhd"}),
         (ValueError, "layout: is 3", {"layout": 3}),
+        (ValueError, "precision: is 'fast', expected 'exact', 'tf32' or 'plain'", {"precision": "fast"}),
+        (ValueError, "precision: is None", {"precision": None}),
         (TypeError, "causal: is 3", {"causal": 3}),
         (ValueError, "causal: is 'upper'", {"causal": "upper"}),
         (TypeError, "window: is 3", {"window": 3}),

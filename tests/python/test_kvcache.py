@@ -72,6 +72,7 @@ def test_the_options_of_attention_apply(device):
         "window": (5, 0), "stride": 2, "scale": 0.4, "softcap": 2.0, "sink": torch.randn(2, device=device),
         "alibi_slopes": torch.rand(2, device=device), "bias": torch.randn(1, 12, device=device),
         "mask": torch.rand(1, 12, device=device) > 0.2, "lengths_q": torch.tensor([1, 0], device=device),
+        "precision": "plain",
     }  # fmt: skip
     o = heed.attention_with_kvcache(q, k, v, cache_seqlens=lengths, deterministic=False, **how)
     want = heed.attention(q, k, v, layout="bshd", **how)

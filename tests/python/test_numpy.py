@@ -56,6 +56,7 @@ def test_every_other_argument():
         "window": (2, 2), "stride": 2, "mask": rng.random((6, 6)) > 0.2, "scale": 0.3, "softcap": 3.0,
         "alibi_slopes": rng.random(4), "sink": rng.standard_normal(4), "lengths_q": np.array([6, 3]),
         "lengths_k": np.array([4, 6]), "dropout_p": 0.25, "dropout_seed": 5, "deterministic": False,
+        "precision": "plain",
     }  # fmt: skip
     o, lse = heed.attention(q, k, v, return_lse=True, **how)
     torch = pytest.importorskip("torch")

@@ -43,7 +43,7 @@ def gradients(f, inputs):
 _OPTIONS = [
     {},
     {"causal": True, "window": (3, None), "stride": 2, "scale": 0.5, "softcap": 4.0},
-    {"causal": "top_left", "return_lse": True, "deterministic": False},
+    {"causal": "top_left", "return_lse": True, "deterministic": False, "precision": "tf32"},
     {"tensors": ("mask", "bias", "alibi_slopes", "sink", "lengths_q", "lengths_k")},
 ]
 
