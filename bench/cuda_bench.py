@@ -87,6 +87,22 @@ class Heed:
         self.check(self.lib.heed_backward(C.byref(self.a), C.byref(self.g), C.byref(self.x[1])))
 
 
+def replay_ms(graph, budget_ms):
+    """Milliseconds of one replay, over as many as the budget has room for, after some to warm up."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(), graph.replay(), end.record()
+    torch.cuda.synchronize()
+    repeats = max(2, int(budget_ms / max(begin.elapsed_time(end), 1e-3)))
+    for _ in range(repeats // 4):
+        graph.replay()
+    begin.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
 def median_ms(call, budget_ms=60):
     call()
     torch.cuda.synchronize()

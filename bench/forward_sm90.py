@@ -12,7 +12,7 @@ import ctypes as C
 import statistics
 
 import torch
-from cuda_bench import Attention, Exec, view
+from cuda_bench import Attention, Exec, replay_ms, view
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -58,27 +58,12 @@ def graph_of(call):
     return graph
 
 
-def clock(graph, ms):
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record(), graph.replay(), end.record()
-    torch.cuda.synchronize()
-    repeats = max(2, int(ms / max(begin.elapsed_time(end), 1e-3)))
-    for _ in range(repeats // 4):
-        graph.replay()
-    begin.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats
-
-
 def in_turns(calls, ms, rounds):
     graphs = {name: graph for name, graph in ((n, graph_of(c)) for n, c in calls.items()) if graph}
     times = {name: [] for name in graphs}
     for turn in range(rounds):
         for name in list(graphs)[turn % len(graphs):] + list(graphs)[:turn % len(graphs)]:
-            times[name].append(clock(graphs[name], ms))
+            times[name].append(replay_ms(graphs[name], ms))
     return {name: statistics.median(t) for name, t in times.items()}
 
 

@@ -12,7 +12,7 @@ import ctypes as C
 import math
 
 import torch
-from cuda_bench import DTYPES, Attention, Exec, Gradient, view
+from cuda_bench import DTYPES, Attention, Exec, Gradient, replay_ms, view
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TYPES = {number: dtype for number, dtype in DTYPES.values()}
@@ -130,18 +130,7 @@ def milliseconds(call, budget, stream=None):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record(), graph.replay(), end.record()
-    torch.cuda.synchronize()
-    repeats = max(3, int(budget / max(begin.elapsed_time(end), 1e-3)))
-    for _ in range(repeats // 3):
-        graph.replay()
-    begin.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats
+    return replay_ms(graph, budget)
 
 
 def table(variants, head_dim, causal, lengths, budget):
