@@ -34,8 +34,8 @@ static const variant variants[] = {
     DKV(128, 2, 2, 2),
     DKV(128, 2, 2, 2, EARLY),
     DKV(128, 1, 4, 4),
+    ALL(64, 2, 4, 4, EARLY | EXACT | AHEAD | OWNER, 3),
     ALL(64, 2, 4, 4, EARLY | EXACT | AHEAD, 3),
-    ALL(64, 2, 4, 4, EARLY | EXACT | AHEAD, 2),
     ALL(96, 1, 2, 2, EARLY | AHEAD, 4),
     ALL(128, 1, 2, 2, 0, 4),
 };

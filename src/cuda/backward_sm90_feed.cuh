@@ -128,8 +128,8 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
 
 /* Where a warpgroup has all of dK and dV, and as far as it has registers: S of the next tile is computed beside dS
  * (EARLY), dK beside the next P (LATE), dS from P as it was before rounding (EXACT), and the next tile is looked at in
- * time (AHEAD). */
-enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8 };
+ * time (AHEAD). Where dQ is computed beside them, by one more warpgroup that does nothing else (OWNER). */
+enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8, OWNER = 16 };
 
 /* KEYS: the own rows are keys. SLOTS own tiles and FIRST and SECOND stages of the rings, powers of two. WAYS: of the
  * above. DS: where dQ, too, is computed and added up in memory, so many tiles of dS pass between warpgroups. PASS:
@@ -139,9 +139,13 @@ struct backward_shape {
     static constexpr bool KEYS = KEYS_, ADDS = DS_ != 0;
     static constexpr int D = D_, ROWS = ROWS_, SLOTS = SLOTS_, FIRST = FIRST_, SECOND = SECOND_, WAYS = WAYS_, DS = DS_,
                          PASS = PASS_;
-    static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, THREADS = 128 * (CONSUMERS + 1);
-    /* Registers that producers keep of what each thread starts with, and those that consumers get. */
-    static constexpr int FEW = CONSUMERS == 2 ? 24 : 32, MANY = CONSUMERS == 2 ? 240 : 160;
+    static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, OWNERS = WAYS & OWNER ? 1 : 0,
+                         THREADS = 128 * (CONSUMERS + OWNERS + 1);
+    /* Registers that producers and dQ's owner keep of what each thread starts with, and those that consumers get. */
+    static constexpr int FEW = CONSUMERS == 2 ? 24 : 32, SOME = 72,
+                         MANY = OWNERS           ? (512 - FEW - SOME) / 2
+                                : CONSUMERS == 2 ? 240
+                                                 : 160;
     static constexpr int STAGED = D <= 64 ? 2 : 1;
     static constexpr int STEP = ADDS ? -COLUMNS : COLUMNS; /* see column_at() */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
@@ -160,7 +164,7 @@ template <class C> struct backward_shared {
     uint64_t described[C::SLOTS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
     uint64_t asked;                    /* for all that a piece of work needs */
-    uint64_t staged[2], stage_free[2]; /* of each warpgroup: they stage in turn */
+    uint64_t staged[2], stage_free[2]; /* of even and odd tiles */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
 
@@ -170,7 +174,7 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
         for (int i = 0; i < C::SLOTS; i++) {
             barrier_init(shared_address(&s.own_full[i]), 32);
             barrier_init(shared_address(&s.described[i]), 32);
-            barrier_init(shared_address(&s.own_free[i]), 4 * C::CONSUMERS + (C::KEYS ? 3 : 2));
+            barrier_init(shared_address(&s.own_free[i]), 4 * (C::CONSUMERS + C::OWNERS) + (C::KEYS ? 3 : 2));
         }
         for (int i = 0; i < C::FIRST; i++) {
             barrier_init(shared_address(&s.first_full[i]), C::KEYS ? 33 : 1);

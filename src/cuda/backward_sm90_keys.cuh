@@ -30,7 +30,7 @@ template <class T, class C, int GROUP>
 __device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const piece &w = s.work[x.slot];
-    if (x.column < w.start + (w.tiles - 1) * COLUMNS && (tile - 1) % 2 == GROUP)
+    if (!C::OWNERS && x.column < w.start + (w.tiles - 1) * COLUMNS && (tile - 1) % 2 == GROUP)
         sum_queries<T, C>(s, x.slot, tile - 1);
 }
 
@@ -42,6 +42,7 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
         const uint32_t none[COLUMNS / 16][4] = {};
         for (; count > 0; count--) {
             hand_over<C>(s, none, tile, GROUP);
+            announce(s, tile);
             sum_behind<T, C, GROUP>(p, x, s, tile);
             tile = skip(s, tile, 1);
             x.column += C::STEP;
@@ -102,16 +103,18 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     pack_rows<T, COLUMNS>(x.dS, dP);
     if constexpr (C::ADDS) {
         hand_over<C>(s, x.dS, tile, GROUP);
-        wgmma_wait<NEXT ? 1 : 0>(); /* dV, whose P makes room for dQ */
+        if (!C::OWNERS)
+            wgmma_wait<NEXT ? 1 : 0>(); /* dV, whose P makes room for dQ */
     }
-    if (!NEXT && !LAST && !C::ADDS)
+    if (!NEXT && !LAST && (!C::ADDS || C::OWNERS))
         start_next();
     wgmma_fence();
     multiply_columns<T, D, COLUMNS>(x.dK, x.dS, first_tile(s, tile)); /* dK += dS^T Q */
     wgmma_commit();
     if constexpr (C::ADDS) {
+        announce(s, tile);
         sum_behind<T, C, GROUP>(p, x, s, tile);
-        if (!NEXT && !LAST)
+        if (!NEXT && !LAST && !C::OWNERS)
             start_next();
     }
     wgmma_wait<(C::WAYS & LATE) && !LAST ? 1 : 0>();
@@ -190,11 +193,17 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
     auto &s = *(backward_shared<C> *)memory;
     init_barriers(s);
     const int group = uniform(threadIdx.x / 128);
-    if (group == C::CONSUMERS) {
+    if (group == C::CONSUMERS + C::OWNERS) {
         fewer_registers<C::FEW>();
         produce<C>(p, s);
         return;
     }
+    if constexpr (C::OWNERS != 0)
+        if (group == C::CONSUMERS) {
+            fewer_registers<C::SOME>();
+            own_queries<T, C>(p, s);
+            return;
+        }
     more_registers<C::MANY>();
     if constexpr (C::PASS != 0) {
         if (group == 0)

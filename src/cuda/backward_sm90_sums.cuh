@@ -1,6 +1,7 @@
 /* The Hopper backward's dQ where it is computed beside dK and dV: the warpgroups put their dS of a tile of queries side
- * by side into shared memory; then, one tile later and in turn, one of them multiplies all of it with K and adds the
- * product to sums in memory, when it is the turn of these keys: keep_turns() in backward_sm90_feed.cuh. */
+ * by side into shared memory. All of it is multiplied with K, by a warpgroup that does nothing else or, where registers
+ * do not allow for one, by each of them in turn, one tile later; the product is added to sums in memory when it is the
+ * turn of these keys: keep_turns() in backward_sm90_feed.cuh. */
 #ifndef HEED_CUDA_BACKWARD_SM90_SUMS_CUH
 #define HEED_CUDA_BACKWARD_SM90_SUMS_CUH
 
@@ -11,7 +12,8 @@ template <class C> __device__ inline uint32_t dS_at(const backward_shared<C> &s,
     return shared_address(s.dS[0]) + tile % C::DS * (C::ROWS * 128);
 }
 
-/* dS of 64 keys, transposed: rows of queries. */
+/* dS of 64 keys, transposed: rows of queries. It is there for others once it is announced, which takes a while: the
+ * tensor core should have something to do. */
 template <class C>
 __device__ inline void hand_over(backward_shared<C> &s, const uint32_t (&dS)[COLUMNS / 16][4], int tile, int group)
 {
@@ -22,6 +24,10 @@ __device__ inline void hand_over(backward_shared<C> &s, const uint32_t (&dS)[COL
 #pragma unroll
     for (int i = 0; i < COLUMNS / 16; i++)
         store_matrices_transposed(to + i * 2048, dS[i][0], dS[i][1], dS[i][2], dS[i][3]);
+}
+
+template <class C> __device__ inline void announce(backward_shared<C> &s, int tile)
+{
     fence_async();
     release(&s.ds_full[tile % C::DS]);
 }
@@ -49,6 +55,23 @@ template <class T, class C> __device__ inline void sum_queries(backward_shared<C
     }
     fence_async();
     release(&s.staged[tile % 2]);
+}
+
+/* The warpgroup that does nothing else. */
+template <class T, class C> __device__ inline void own_queries(const backward_job &p, backward_shared<C> &s)
+{
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
+        if (!uniform(w.exists))
+            return;
+        const int end = tile + uniform(w.tiles * p.a.G);
+#pragma unroll 1
+        for (; tile < end; tile++)
+            sum_queries<T, C>(s, slot, tile);
+        release(&s.own_free[slot]);
+    }
 }
 
 #endif
