@@ -505,6 +505,7 @@ const char *case_text(const test_case *c)
     write_int32s(text, size, "offsets_q", a->offsets_q, B + 1);
     write_int32s(text, size, "offsets_k", a->offsets_k, B + 1);
     write_number(text, size, "threads", c->x.threads);
+    write_number(text, size, "nondeterministic", c->x.nondeterministic);
     snprintf(text + strlen(text), size - strlen(text), " HEED_TEST_SEED=%llu", (unsigned long long)last_seed);
     return text;
 }

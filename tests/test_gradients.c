@@ -79,6 +79,22 @@ TEST(the_gradient_of_a_sink_sums_over_batch_and_rows)
 }
 
 /* heed.h: "d_q: like q, in q's dtype or fp32". */
+/* Many tiles of keys, which all add to dQ, and some of which see few queries or none. */
+TEST(sums_may_be_taken_in_any_order)
+{
+    for_each_kernel(HEED_BACKWARD, kernel)
+        for (int variant = 0; variant < 4; variant++) {
+            test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Hk = 1, .Sq = 300, .Sk = 700, .D = 64 });
+            c.x.nondeterministic = 1;
+            c.a.causal = variant == 1;
+            if (variant == 2)
+                c.a.windowed = 1, c.a.window_left = 150, c.a.window_right = 20;
+            c.a.key_stride = variant == 3 ? 3 : 0;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(gradients_of_16_bit_inputs_may_be_fp32)
 {
     for_each_kernel(HEED_BACKWARD, kernel) {
@@ -186,6 +202,7 @@ int main(void)
         cmocka_unit_test(sequences_without_keys_do_not_move_the_gradient_of_a_shared_bias),
         cmocka_unit_test(the_gradient_of_lse_flows_back),
         cmocka_unit_test(the_gradient_of_a_sink_sums_over_batch_and_rows),
+        cmocka_unit_test(sums_may_be_taken_in_any_order),
         cmocka_unit_test(gradients_of_16_bit_inputs_may_be_fp32),
         cmocka_unit_test(absent_gradients_change_nothing),
         cmocka_unit_test(delta_stands_for_o_and_d_lse),

@@ -64,6 +64,7 @@ static void any_band(heed_attention *a)
 static void any_extras(test_case *c)
 {
     c->x.threads = (int)random_int(0, 4);
+    c->x.nondeterministic = one_in(2);
     if (one_in(3))
         return;
     int64_t B = case_sequences(c), H = c->a.q.shape[1], Sq = case_rows(c), Sk = case_keys(c);

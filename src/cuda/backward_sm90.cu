@@ -382,7 +382,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
     if (is_nothing(p))
         return clear_all(p, job.a, x);
     job.L = terms.L, job.delta = terms.delta, job.pitch = terms.pitch;
-    job.sums = terms.sums, job.turns = terms.turns;
+    job.sums = terms.sums, job.turns = terms.turns, job.any_order = x->nondeterministic;
     status = run(&job, p, t, form, chip.units, x);
     if (status || !job.sums.data)
         return status;

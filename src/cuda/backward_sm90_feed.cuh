@@ -49,6 +49,7 @@ struct backward_job {
     const int *lengths;         /* own rows of each sequence */
     int *counter;               /* of the pieces that are taken, from 0 */
     int count, tiles, together; /* tiles of the longest sequence; heads that are worked on at the same time */
+    bool any_order;             /* dQ may be summed in: see keep_turns() */
 };
 
 /* One tile of own rows of a sequence and the columns that they see, the same for all heads. Of each group of 64 rows:
@@ -369,7 +370,8 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
 
 /* Where dQ is summed, the third: has a tile's dQ added to the sums when those of all keys before have been, and tells
  * the next. So a row's sum is always taken in the order of the keys. The keys before are in work or done, as pieces of
- * work are taken in their order: somebody always has no one to wait for. */
+ * work are taken in their order: somebody always has no one to wait for. In any order, it is enough that the first has
+ * stored its own, as nobody zeroes the sums. */
 template <class C> __device__ inline void keep_turns(const backward_job &p, backward_shared<C> &s)
 {
     if (threadIdx.x % 32)
@@ -387,7 +389,7 @@ template <class C> __device__ inline void keep_turns(const backward_job &p, back
                 const int bytes = min(COLUMNS, (w.columns - row + 7) / 8 * 8) * C::D * (int)sizeof(float);
                 const bool first = row / COLUMNS >= w.alone;
                 int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
-                while (!first && see_turn(turn) != w.tile)
+                while (!first && (p.any_order ? see_turn(turn) == 0 : see_turn(turn) != w.tile))
                     ;
                 fence_async_global();
                 wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
@@ -398,6 +400,8 @@ template <class C> __device__ inline void keep_turns(const backward_job &p, back
                 bulk_commit();
                 bulk_wait_read();
                 arrive(shared_address(&s.stage_free[(tile + C::STAGED) % 2]));
+                if (p.any_order && !first)
+                    continue;
                 bulk_wait();
                 fence_async_global();
                 pass_turn(turn, w.tile + 1);

@@ -103,8 +103,10 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     pack_rows<T, COLUMNS>(x.dS, dP);
     if constexpr (C::ADDS) {
         hand_over<C>(s, x.dS, tile, GROUP);
-        if (!C::OWNERS)
+        if (!C::OWNERS) {
+            announce(s, tile);
             wgmma_wait<NEXT ? 1 : 0>(); /* dV, whose P makes room for dQ */
+        }
     }
     if (!NEXT && !LAST && (!C::ADDS || C::OWNERS))
         start_next();
@@ -112,7 +114,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     multiply_columns<T, D, COLUMNS>(x.dK, x.dS, first_tile(s, tile)); /* dK += dS^T Q */
     wgmma_commit();
     if constexpr (C::ADDS) {
-        announce(s, tile);
+        if (C::OWNERS)
+            announce(s, tile);
         sum_behind<T, C, GROUP>(p, x, s, tile);
         if (!NEXT && !LAST && !C::OWNERS)
             start_next();

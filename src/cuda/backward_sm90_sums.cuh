@@ -12,8 +12,8 @@ template <class C> __device__ inline uint32_t dS_at(const backward_shared<C> &s,
     return shared_address(s.dS[0]) + tile % C::DS * (C::ROWS * 128);
 }
 
-/* dS of 64 keys, transposed: rows of queries. It is there for others once it is announced, which takes a while: the
- * tensor core should have something to do. */
+/* dS of 64 keys, transposed: rows of queries. It is there for others once it is announced, which takes a while: where
+ * nobody waits for it at once, the tensor core should have something to do. */
 template <class C>
 __device__ inline void hand_over(backward_shared<C> &s, const uint32_t (&dS)[COLUMNS / 16][4], int tile, int group)
 {
