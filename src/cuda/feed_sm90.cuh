@@ -157,7 +157,8 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
     return true;
 }
 
-/* The planner's warp: finds one tile after the other; count: tiles so far. */
+/* The planner's warp: finds one tile after the other, or once more those that failed; count: tiles so far. A tile of no
+ * rows ends the list. */
 template <class S>
 __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const tile_order &o, int &count, bool again)
 {

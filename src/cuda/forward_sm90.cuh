@@ -164,7 +164,6 @@ template <class T, class S> struct warpgroup {
             uint64_t &closed = sh.closed[n % AHEAD];
             if (w.rows == 0) {
                 release(sh.q_empty[group]), release(closed);
-                named_sync(1, 96 + 128 * S::GROUPS); /* now it is known which tiles failed */
                 if (exact)
                     return;
                 exact = true;
@@ -227,24 +226,19 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         if (threadIdx.x < 32) {
             loader<S> l = { sh, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
 #pragma unroll 1
-            for (int run = 0; run < 2; run++) {
+            for (int run = 0; run < 2; run++)
                 l.run();
-                named_sync(1, 96 + 128 * S::GROUPS);
-            }
         } else if (threadIdx.x < 64) {
 #pragma unroll 1
-            for (int run = 0; run < 2; run++) {
-                plan_tiles<S>(sh, a, order, tiles, run);
-                named_sync(1, 96 + 128 * S::GROUPS);
+            for (int again = 0; again < 2; again++) {
+                plan_tiles<S>(sh, a, order, tiles, again);
+                const int end = tiles - 1; /* when all are past it, it is known which tiles failed */
+                wait(shared_address(&sh.closed[end % AHEAD]), end / AHEAD % 2);
             }
-        } else if (threadIdx.x < 96) {
+        } else if (threadIdx.x == 64) {
 #pragma unroll 1
-            for (int run = 0; run < 2; run++) {
-                if (threadIdx.x == 64)
-                    fetch_q<S>(sh, q, tiles);
-                __syncwarp();
-                named_sync(1, 96 + 128 * S::GROUPS);
-            }
+            for (int run = 0; run < 2; run++)
+                fetch_q<S>(sh, q, tiles);
         }
     } else {
         more_registers<S::REGISTERS>();
