@@ -16,6 +16,35 @@ static int64_t row_at(const heed_tensor *t, const int64_t shape[4], int64_t row)
 
 static double load(const heed_tensor *t, int64_t index) { return heed_load(t->data, t->dtype, index); }
 
+/* Rows are taken in pieces of this many columns. fp32 and bf16, of which partial results and their rows of dO mostly
+ * are, have loops that compilers turn into vector instructions. */
+enum { PIECE = 64 };
+
+/* Columns [c, c + n) of a row that begins at `at`. */
+static void load_piece(double to[PIECE], const heed_tensor *t, int64_t at, int64_t c, int64_t n)
+{
+    int packed = t->stride[3] == 1;
+    if (packed && t->dtype == HEED_F32)
+        for (int64_t i = 0; i < n; i++)
+            to[i] = ((const float *)t->data)[at + c + i];
+    else if (packed && t->dtype == HEED_BF16)
+        for (int64_t i = 0; i < n; i++)
+            to[i] = heed_bf16_to_f32(((const uint16_t *)t->data)[at + c + i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            to[i] = load(t, at + (c + i) * t->stride[3]);
+}
+
+static void store_piece(const heed_tensor *t, int64_t at, int64_t c, int64_t n, const double from[PIECE])
+{
+    if (t->stride[3] == 1 && t->dtype == HEED_F32)
+        for (int64_t i = 0; i < n; i++)
+            ((float *)t->data)[at + c + i] = (float)from[i];
+    else
+        for (int64_t i = 0; i < n; i++)
+            heed_store(t->data, t->dtype, at + (c + i) * t->stride[3], from[i]);
+}
+
 static void merge_row(const heed_tensor tensors[4], int64_t row)
 {
     const heed_tensor *o = &tensors[0], *lse = &tensors[1], *o2 = &tensors[2], *lse2 = &tensors[3];
@@ -23,11 +52,17 @@ static void merge_row(const heed_tensor tensors[4], int64_t row)
     double a = load(lse, lse_at), a2 = load(lse2, row_at(lse2, o->shape, row));
     if (a2 == -INFINITY) /* that part saw no key; what its o holds does not matter */
         return;
-    double m = a > a2 ? a : a2, w = exp(a - m), w2 = exp(a2 - m);
-    for (int64_t c = 0; c < o->shape[3]; c++) {
-        int64_t index = o_at + c * o->stride[3];
-        double x2 = load(o2, o2_at + c * o2->stride[3]);
-        heed_store(o->data, o->dtype, index, a == -INFINITY ? x2 : (w * load(o, index) + w2 * x2) / (w + w2));
+    double m = a > a2 ? a : a2, w = exp(a - m), w2 = exp(a2 - m), share = w / (w + w2), share2 = w2 / (w + w2);
+    for (int64_t c = 0; c < o->shape[3]; c += PIECE) {
+        double x[PIECE], x2[PIECE];
+        int64_t n = HEED_MIN(o->shape[3] - c, PIECE);
+        load_piece(x2, o2, o2_at, c, n);
+        if (a != -INFINITY) {
+            load_piece(x, o, o_at, c, n);
+            for (int64_t i = 0; i < n; i++)
+                x2[i] = share * x[i] + share2 * x2[i];
+        }
+        store_piece(o, o_at, c, n, x2);
     }
     heed_store(lse->data, lse->dtype, lse_at, m + log(w + w2));
 }
@@ -36,9 +71,16 @@ static void delta_row(const heed_tensor tensors[4], int64_t row)
 {
     const heed_tensor *o = &tensors[0], *d_o = &tensors[1], *d_lse = &tensors[2], *delta = &tensors[3];
     int64_t o_at = row_at(o, o->shape, row), d_o_at = row_at(d_o, o->shape, row);
-    double sum = 0;
-    for (int64_t c = 0; c < o->shape[3]; c++)
-        sum += load(o, o_at + c * o->stride[3]) * load(d_o, d_o_at + c * d_o->stride[3]);
+    double x[PIECE], y[PIECE], sums[PIECE] = { 0 }, sum = 0;
+    for (int64_t c = 0; c < o->shape[3]; c += PIECE) {
+        int64_t n = HEED_MIN(o->shape[3] - c, PIECE);
+        load_piece(x, o, o_at, c, n);
+        load_piece(y, d_o, d_o_at, c, n);
+        for (int64_t i = 0; i < n; i++)
+            sums[i] += x[i] * y[i];
+    }
+    for (int i = 0; i < PIECE; i++)
+        sum += sums[i];
     if (d_lse->data)
         sum -= load(d_lse, row_at(d_lse, o->shape, row));
     heed_store(delta->data, delta->dtype, row_at(delta, o->shape, row), sum);

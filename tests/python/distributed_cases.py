@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import heed
 import heed.distributed as hd
 import torch
 import torch.distributed as dist
+from heed.distributed import _methods
 from problems import TOLERANCE
 
 DEVICE = "cpu"
@@ -165,6 +170,35 @@ def memory_orders(group: Any) -> list[str]:
     return found
 
 
+@contextlib.contextmanager
+def groups_of_one_head() -> Iterator[None]:
+    sizes = {**_methods.BLOCK_BYTES}
+    _methods.BLOCK_BYTES.update(dict.fromkeys(sizes, 1))
+    try:
+        yield
+    finally:
+        _methods.BLOCK_BYTES.update(sizes)
+
+
+def head_by_head(group: Any) -> list[str]:
+    with groups_of_one_head():
+        return [*every_mask(group, 21), *ragged(group, [0, 3, 3, 11, 14, 40])]
+
+
+def same_bits_head_by_head(group: Any) -> list[bool]:
+    q, k, v, do, dlse = (hd.shard(t, 2, group=group, shards="zigzag") for t in problem(67, dtype=torch.bfloat16))
+    equal = []
+    for method in METHODS:
+        call = lambda q, k, v, m=method: hd.attention(
+            q, k, v, group=group, method=m, shards="zigzag", causal=True, return_lse=True
+        )
+        together = gradients(call, q, k, v, do, dlse)
+        with groups_of_one_head():
+            alone = gradients(call, q, k, v, do, dlse)
+        equal.append(all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)))
+    return equal
+
+
 def same_bits(group: Any) -> list[bool]:
     q, k, v, do, dlse = (hd.shard(t, 2, group=group, shards="zigzag") for t in problem(67, dtype=torch.bfloat16))
     equal = []
@@ -202,39 +236,61 @@ def volume(
     return forward.sent_bytes, backward.sent_bytes
 
 
+def trace_head_by_head(group: Any, method: str) -> list[tuple[str, str]]:
+    with groups_of_one_head():
+        return trace(group, method, os.devnull)
+
+
 def trace(group: Any, method: str, path: str) -> list[tuple[str, str]]:
     """Kinds and names in the order in which they began."""
     q, k, v = (hd.shard(t, 2, group=group).requires_grad_() for t in problem(512, batch=1)[:3])
     with hd.record() as r:
         hd.attention(q, k, v, group=group, method=method).sum().backward()
-    r.save(f"{path}.{dist.get_rank(group)}", dist.get_rank(group))
+    r.save(path if path == os.devnull else f"{path}.{dist.get_rank(group)}", dist.get_rank(group))
     return [(e.kind, e.name) for e in sorted(r.events, key=lambda e: e.begin)]
 
 
-def peak_memory(group: Any, method: str, tokens: int) -> tuple[int, int]:
-    """Bytes beyond the shards and results, forward and backward, at the worst moment."""
-    tensors = problem(tokens, dim=64, dtype=torch.bfloat16, batch=1)[:4]
-    q, k, v, do = (hd.shard(t, 2, group=group, shards="zigzag").requires_grad_() for t in tensors)
-    del tensors
-    peaks = []
+class Peak:
+    """The most memory that was in use since, in bytes, beyond what was before: PyTorch's allocator says it of a GPU, the
+    operating system of a process."""
 
-    def measured(work: Any) -> Any:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        result = work()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        return result
+    def __init__(self) -> None:
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        else:
+            ctypes.CDLL(None).mallopt(-3, 1 << 18)  # M_MMAP_THRESHOLD: what is freed is given back at once
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            self.before = self._said("VmRSS")
 
+    def _said(self, name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    def bytes(self) -> int:
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - self.before
+        return self._said("VmHWM") - self.before
+
+
+def peak_memory(group: Any, method: str, task: dict[str, Any]) -> tuple[int, int]:
+    """Bytes beyond the shards and results, forward and backward, at the worst moment. Shards are striped: all ranks see
+    keys of each other under the narrowest window, which makes for little work."""
+    q, do = (torch.randn(1, task["heads"], task["rows"], task["dim"], device=DEVICE).to(task["dtype"]) for _ in "qo")
+    k, v = (torch.randn(1, task["key_heads"], task["rows"], task["dim"], device=DEVICE).to(q.dtype) for _ in "kv")
+    for t in (q, k, v):
+        t.requires_grad_()
+    size = lambda *ts: sum(t.numel() * t.element_size() for t in ts)
     for _ in range(2):  # the first time buys workspace
-        peaks.clear()
-        o = measured(lambda: hd.attention(q, k, v, group=group, method=method, shards="zigzag", causal=True))
-        grads = measured(lambda o=o: torch.autograd.grad(o, (q, k, v), do))
-        size = lambda *ts: sum(t.numel() * t.element_size() for t in ts)
-        peaks[0] -= size(o)
-        peaks[1] -= size(*grads)
-    return peaks[0], peaks[1]
+        peak = Peak()
+        o = hd.attention(q, k, v, group=group, method=method, shards="striped", causal=True, window=(8, None))
+        forward = peak.bytes() - size(o)
+        grads = torch.autograd.grad(o, (q, k, v), do)
+        both = peak.bytes() - size(o, *grads)
+        del o, grads
+    return forward, both
 
 
 # ---- Faults ----------------------------------------------------------------------------------------------------------

@@ -18,16 +18,21 @@ rank, or home where that one has nothing to add. All sums have a fixed order: re
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
 from heed.distributed._link import Link, Message, Pending, timed
 from heed.distributed._shards import Band, Pieces, in_order, meetings, needs, on_stride, pieces_of, size
-from heed.distributed._work import Backward, Forward, Scores, Tensors, on_device
+from heed.distributed._work import Backward, Forward, Scores, Tensors, finish_sums, on_device, sums_for
 
 METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
+# K and V that are worked on together. On a CPU all that is made for them is then in memory that malloc keeps: above
+# 32 MB it asks the system anew each time, and of new memory every page costs a call.
+BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 
 
 def ulysses_ranks(method: str, ranks: int, key_heads: int) -> int:
@@ -132,66 +137,126 @@ def plan_of(
 # ---- Ulysses: heads for rows -----------------------------------------------------------------------------------------
 
 
-def _reordered(t: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    return t if order is None else t.index_select(2, on_device(order, t.device))
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+def _places(order: torch.Tensor | None, rows: tuple[int, ...]) -> tuple[slice | torch.Tensor, ...]:
+    """Where the rows of each of several shards are when all of them have been put in order."""
+    ends = [0, *itertools.accumulate(rows)]
+    if order is None:
+        return tuple(slice(a, b) for a, b in itertools.pairwise(ends))
+    return torch.argsort(order).split(list(rows))  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _unordered(t: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    return t if order is None else torch.empty_like(t).index_copy_(2, on_device(order, t.device), t)
+def _put(to: torch.Tensor, place: slice | torch.Tensor, rows: torch.Tensor) -> None:
+    if isinstance(place, slice):
+        to[:, :, place] = rows
+    else:
+        to.index_copy_(2, on_device(place, to.device), rows)
+
+
+def _take(t: torch.Tensor, place: slice | torch.Tensor) -> torch.Tensor:
+    return t[:, :, place] if isinstance(place, slice) else t.index_select(2, on_device(place, t.device))
 
 
 class Side:
-    """Queries or keys of a team: how many rows each of its ranks has, which heads each gets, and the order of all
-    rows."""
+    """Queries or keys of a team: how many rows each of its ranks has, which heads each gets, and where the rows of each
+    are among all of them."""
 
     def __init__(self, plan: Plan, queries: bool) -> None:
         shards = plan.q if queries else plan.k
-        self.order = (plan.q_ring if queries else plan.k_ring)[1]
-        self.rows = [size(shards[r]) for r in plan.team]
+        self.rows = tuple(size(shards[r]) for r in plan.team)
+        self.places = _places((plan.q_ring if queries else plan.k_ring)[1], self.rows)
         self.heads = [plan.query_heads(h) if queries else h for h in plan.heads]
 
 
 def heads_for_rows(link: Link, plan: Plan, tensors: list[tuple[torch.Tensor, Side]]) -> list[torch.Tensor]:
     """[B, all heads, own rows, ...] to [B, own heads, the team's rows, ...]."""
     me = plan.me % plan.ulysses
-    sends: list[Message] = [
-        (peer, [t[:, side.heads[n]].contiguous() for t, side in tensors]) for n, peer in enumerate(plan.team) if n != me
-    ]
-    parts = [
-        [
-            t[:, side.heads[me]] if n == me else _room(t, side.heads[me].stop - side.heads[me].start, side.rows[n])
-            for n in range(plan.ulysses)
-        ]
-        for t, side in tensors
-    ]
-    receives: list[Message] = [(peer, [p[n] for p in parts]) for n, peer in enumerate(plan.team) if n != me]
-    link.post("heads for rows", sends, receives).wait()
-    return [_reordered(torch.cat(p, dim=2), side.order) for p, (_, side) in zip(parts, tensors, strict=True)]
+    others = [(n, peer) for n, peer in enumerate(plan.team) if n != me]
+    sends: list[Message] = [(peer, [t[:, side.heads[n]].contiguous() for t, side in tensors]) for n, peer in others]
+    own = [t[:, side.heads[me]] for t, side in tensors]
+    arriving = {
+        n: [_room(t, t.shape[1], side.rows[n]) for t, (_, side) in zip(own, tensors, strict=True)] for n, _ in others
+    }
+    pending = link.post("heads for rows", sends, [(peer, arriving[n]) for n, peer in others])
+    result = [_room(t, t.shape[1], sum(side.rows)) for t, (_, side) in zip(own, tensors, strict=True)]
+    for to, t, (_, side) in zip(result, own, tensors, strict=True):
+        _put(to, side.places[me], t)
+    pending.wait()
+    for n, parts in arriving.items():
+        for to, t, (_, side) in zip(result, parts, tensors, strict=True):
+            _put(to, side.places[n], t)
+    return result
 
 
 def rows_for_heads(link: Link, plan: Plan, tensors: list[tuple[torch.Tensor, Side]]) -> list[torch.Tensor]:
     """The way back."""
     me = plan.me % plan.ulysses
-    split = [_unordered(t, side.order).split(side.rows, dim=2) for t, side in tensors]  # type: ignore[no-untyped-call]
-    sends: list[Message] = [(peer, [s[n].contiguous() for s in split]) for n, peer in enumerate(plan.team) if n != me]
-    parts = [
-        [s[me] if n == me else _room(t, h.stop - h.start, side.rows[me]) for n, h in enumerate(side.heads)]
-        for s, (t, side) in zip(split, tensors, strict=True)
+    others = [(n, peer) for n, peer in enumerate(plan.team) if n != me]
+    sends: list[Message] = [
+        (peer, [_take(t, side.places[n]).contiguous() for t, side in tensors]) for n, peer in others
     ]
-    receives: list[Message] = [(peer, [p[n] for p in parts]) for n, peer in enumerate(plan.team) if n != me]
-    link.post("rows for heads", sends, receives).wait()
-    return [torch.cat(p, dim=1) for p in parts]
+    result = [_room(t, side.heads[-1].stop, side.rows[me]) for t, side in tensors]
+    places = {n: [to[:, side.heads[n]] for to, (_, side) in zip(result, tensors, strict=True)] for n, _ in others}
+    arriving = {n: [t if t.is_contiguous() else _room(t, *t.shape[1:3]) for t in parts] for n, parts in places.items()}
+    pending = link.post("rows for heads", sends, [(peer, arriving[n]) for n, peer in others])
+    for to, (t, side) in zip(result, tensors, strict=True):
+        to[:, side.heads[me]] = _take(t, side.places[me])
+    pending.wait()
+    for n, parts in places.items():
+        for to, t in zip(parts, arriving[n], strict=True):
+            if to is not t:
+                to.copy_(t)
+    return result
 
 
 def _room(t: torch.Tensor, heads: int, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty(t.shape[0], heads, rows, *t.shape[3:], dtype=dtype or t.dtype, device=t.device)
 
 
+# ---- What is to be done ----------------------------------------------------------------------------------------------
+
+# A work stops twice: when its first messages are under way, and when it has only messages to wait for.
+Work = Iterator[None]
+
+
+class ForwardTask(NamedTuple):
+    """Some heads of q, k and v, and where their o and lse go."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scores: Scores
+    out: Tensors
+
+
+class BackwardTask(NamedTuple):
+    """Some heads of what the forward saved, of the gradients of o and lse, and where those of q, k and v go."""
+
+    saved: Tensors
+    do: torch.Tensor
+    dlse: torch.Tensor | None
+    scores: Scores
+    out: Tensors
+
+    @property
+    def keys(self) -> Tensors:
+        return self.saved[1:3]
+
+    def start(self, plan: Plan) -> Backward:
+        return Backward(self.saved, self.do, self.dlse, plan.q_ring[0][plan.place], self.out[0], self.scores)
+
+    def finish(self, backward: Backward, home: Tensors) -> None:
+        backward.finish()
+        for out, sums in zip(self.out[1:], home, strict=True):
+            finish_sums(out, sums)
+
+
 # ---- Ring ------------------------------------------------------------------------------------------------------------
 
 
 def _blocks_on_their_way(
-    plan: Plan, d: int, own: Tensors, held: Tensors, room: Tensors
+    plan: Plan, d: int, own: Tensors, held: Tensors, next_block: Tensors
 ) -> tuple[list[Message], list[Message]]:
     """Step d's messages of K and V for step d + 1: held is the block of step d."""
     r = plan.place
@@ -205,7 +270,7 @@ def _blocks_on_their_way(
         sends.append((plan.peer(r + d + 1), own))
     if plan.wants(r, d + 1):
         from_neighbour = d == 0 or plan.wants(r - 1, d)
-        receives.append((plan.peer(r - 1 if from_neighbour else r - d - 1), room))
+        receives.append((plan.peer(r - 1 if from_neighbour else r - d - 1), next_block))
     return sends, receives
 
 
@@ -215,21 +280,23 @@ def _block_room(plan: Plan, d: int, like: Tensors, dtype: torch.dtype | None = N
     return tuple(_room(t, t.shape[1], rows, dtype) for t in like)
 
 
-def ring_forward(link: Link, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Tensors:
+def ring_forward(link: Link, plan: Plan, task: ForwardTask) -> Work:
+    own: Tensors = (task.k, task.v)
     places = [s for s in range(plan.ring) if plan.wanted[plan.place][s]]
     pieces = plan.q_ring[0][plan.place]
-    forward = Forward(q, pieces, v.shape[3], scores, once=len(places) <= 1 and _meet_once(plan, pieces, places))
-    own: Tensors = (k, v)
+    forward = Forward(task.q, pieces, task.out, task.scores, len(places) <= 1 and _meet_once(plan, pieces, places))
     held = own
     for d in range(plan.ring):
-        room = _block_room(plan, d + 1, own) if d + 1 < plan.ring and plan.wants(plan.place, d + 1) else ()
-        pending = link.post(f"keys of step {d + 1}", *_blocks_on_their_way(plan, d, own, held, room))
+        next_block = _block_room(plan, d + 1, own) if d + 1 < plan.ring and plan.wants(plan.place, d + 1) else ()
+        pending = link.post(f"keys of step {d + 1}", *_blocks_on_their_way(plan, d, own, held, next_block))
+        if d == 0:
+            yield
         if plan.wants(plan.place, d):
-            with timed("compute", f"step {d}", q.device):
+            with timed("compute", f"step {d}", task.q.device):
                 forward.add(held, plan.k_ring[0][(plan.place - d) % plan.ring])
         pending.wait()
-        held = room
-    return forward.result()
+        held = next_block
+    forward.finish()
 
 
 def _meet_once(plan: Plan, pieces: Pieces, places: list[int]) -> bool:
@@ -237,15 +304,15 @@ def _meet_once(plan: Plan, pieces: Pieces, places: list[int]) -> bool:
     return len(met) == len(set(met))
 
 
-def ring_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) -> Tensors:
+def ring_backward(link: Link, plan: Plan, task: BackwardTask) -> Work:
     r, last = plan.place, plan.ring
-    own: Tensors = saved[1:3]
+    own, backward = task.keys, task.start(plan)
     held = own
-    home = _zeros(own)
+    home = tuple(sums_for(t).zero_() for t in task.out[1:])
     mine: Tensors = ()  # the gradients of the block of the step before, with what other ranks added
     for d in range(last + 1):
-        room = _block_room(plan, d + 1, own) if d + 1 < last and plan.wants(r, d + 1) else ()
-        sends, receives = _blocks_on_their_way(plan, d, own, held, room) if d < last else ([], [])
+        next_block = _block_room(plan, d + 1, own) if d + 1 < last and plan.wants(r, d + 1) else ()
+        sends, receives = _blocks_on_their_way(plan, d, own, held, next_block) if d < last else ([], [])
         if mine:
             sends.append((plan.peer(r + 1 if d < last and plan.wants(r + 1, d) else r - d + 1), mine))
         works = d < last and plan.wants(r, d)
@@ -253,10 +320,12 @@ def ring_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) ->
         if arriving:
             receives.append((plan.peer(r - 1), arriving))
         ends = d > 1 and plan.wants(r + d - 1, d - 1) and not (d < last and plan.wants(r + d, d))
-        returning = tuple(torch.empty_like(t) for t in home) if ends else ()
+        returning = _block_room(plan, 0, own, torch.float32) if ends else ()
         if returning:
             receives.append((plan.peer(r + d - 1), returning))
         pending = link.post(f"keys of step {d + 1}, gradients of step {d - 1}", sends, receives)
+        if d in (0, last):
+            yield
         sums = home if d == 0 else _zeros(held) if works else ()
         if works:
             with timed("compute", f"step {d}", backward.q.device):
@@ -264,8 +333,8 @@ def ring_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) ->
         pending.wait()
         _add(sums, arriving)
         _add(home, returning)
-        mine, held = (sums if d > 0 else ()), room
-    return backward.dq, *home
+        mine, held = (sums if d > 0 else ()), next_block
+    task.finish(backward, home)
 
 
 def _zeros(like: Tensors) -> Tensors:
@@ -281,65 +350,112 @@ def _add(to: Tensors, what: Tensors) -> None:
 # ---- All-gather ------------------------------------------------------------------------------------------------------
 
 
-def _keys_from_their_owners(link: Link, plan: Plan, own: Tensors) -> tuple[dict[int, Tensors], dict[int, Pending]]:
-    """K and V of all places that this one sees, by how far behind they are, its own among them; and their messages, all
-    of them posted."""
+def _blocks_from_their_owners(link: Link, plan: Plan, own: Tensors) -> Iterator[tuple[int, Tensors]]:
+    """K and V of each place, by how far behind it is; nothing where this one does not see it. The next block is under
+    way while one is worked on, the first one when this returns; this place's own is the last."""
     r = plan.place
-    blocks = {d: _block_room(plan, d, own) if d else own for d in range(plan.ring) if plan.wants(r, d)}
-    coming = {}
-    for d in range(1, plan.ring):
+
+    def ask(d: int) -> list[tuple[Tensors, Pending]]:
+        if d == plan.ring:
+            return []
+        block = _block_room(plan, d, own) if plan.wants(r, d) else ()
         sends: list[Message] = [(plan.peer(r + d), own)] if plan.wants(r + d, d) else []
-        receives: list[Message] = [(plan.peer(r - d), blocks[d])] if d in blocks else []
-        coming[d] = link.post(f"keys of the rank {d} behind", sends, receives)
-    return blocks, coming
+        return [(block, link.post(f"keys of the rank {d} behind", sends, [(plan.peer(r - d), block)]))]
+
+    def each(ahead: list[tuple[Tensors, Pending]]) -> Iterator[tuple[int, Tensors]]:
+        for d in range(1, plan.ring):
+            block, pending = ahead.pop()
+            ahead = ask(d + 1)
+            pending.wait()
+            yield d, block
+            del block
+        yield 0, own if plan.wants(r, 0) else ()
+
+    return each(ask(1))
 
 
-def gather_forward(
-    link: Link, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
-) -> Tensors:
+def gather_forward(link: Link, plan: Plan, task: ForwardTask) -> Work:
     """All keys in the order of their positions, so that each piece of queries is one call without a merge."""
-    own: Tensors = (k, v)
-    blocks, coming = _keys_from_their_owners(link, plan, own)
-    for pending in coming.values():
-        pending.wait()
-    key_pieces, order = in_order(tuple(plan.k_ring[0][(plan.place - d) % plan.ring] for d in blocks))
-    all_keys = tuple(
-        _reordered(torch.cat([block[n] for block in blocks.values()], dim=2), order) if blocks else own[n][:, :, :0]
-        for n in (0, 1)
-    )
-    pieces = plan.q_ring[0][plan.place]
+    r, own = plan.place, (task.k, task.v)
+    blocks = _blocks_from_their_owners(link, plan, own)
+    yield
+    shards = {d: plan.k_ring[0][(r - d) % plan.ring] for d in range(plan.ring) if plan.wants(r, d)}
+    key_pieces, order = in_order(tuple(shards.values()))
+    rows = tuple(map(size, shards.values()))
+    places = dict(zip(shards, _places(order, rows), strict=True))
+    all_keys = tuple(_room(t, t.shape[1], sum(rows)) for t in own)
+    for d, block in blocks:
+        for to, t in zip(all_keys, block, strict=False):  # a place that is not seen has no block
+            _put(to, places[d], t)
+        del block
+    pieces = plan.q_ring[0][r]
     met = [m.q.at for m in meetings(pieces, key_pieces, plan.band, plan.offset)]
-    forward = Forward(q, pieces, v.shape[3], scores, once=len(met) == len(set(met)))
-    with timed("compute", "all keys", q.device):
+    forward = Forward(task.q, pieces, task.out, task.scores, once=len(met) == len(set(met)))
+    with timed("compute", "all keys", task.q.device):
         forward.add(all_keys, key_pieces)
-    return forward.result()
+    forward.finish()
 
 
-def gather_backward(link: Link, plan: Plan, saved: Tensors, backward: Backward) -> Tensors:
+def gather_backward(link: Link, plan: Plan, task: BackwardTask) -> Work:
     """Gradients only add up: blocks are taken one by one where they lie, and the gradients of each go home under the
-    work on the next, this rank's own being the last."""
-    r, own = plan.place, saved[1:3]
-    blocks, coming = _keys_from_their_owners(link, plan, own)
-    home = _zeros(own)
+    work on the next."""
+    r, own = plan.place, task.keys
+    blocks = _blocks_from_their_owners(link, plan, own)
+    yield
+    backward = task.start(plan)
+    home = tuple(sums_for(t).zero_() for t in task.out[1:])
     going: Pending | None = None
     arriving: Tensors = ()
-    for d in (*range(1, plan.ring), 0):
-        block = blocks.pop(d, ())
-        sums = home if d == 0 else _zeros(block)
-        if d in coming:
-            coming.pop(d).wait()
+    for d, block in blocks:
+        sums = _zeros(block) if d else home
         if block:
             with timed("compute", f"keys of the rank {d} behind", backward.q.device):
                 backward.add(block, sums, plan.k_ring[0][(r - d) % plan.ring])
+        del block
+        if d == 0:
+            yield
         if going:
             going.wait()
             _add(home, arriving)
         if d:
-            arriving = tuple(torch.empty_like(t) for t in home) if plan.wants(r + d, d) else ()
+            arriving = _block_room(plan, 0, own, torch.float32) if plan.wants(r + d, d) else ()
             going = link.post(
                 f"gradients for the rank {d} behind", [(plan.peer(r - d), sums)], [(plan.peer(r + d), arriving)]
             )
-    return backward.dq, *home
+    task.finish(backward, home)
+
+
+# ---- Groups of heads -------------------------------------------------------------------------------------------------
+
+
+def _groups(plan: Plan, k: torch.Tensor, v: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Query heads and key heads that are worked on together: as many as make blocks of a good size."""
+    bytes_of_head = k.shape[0] * max(map(size, plan.k_ring[0])) * (k.shape[3] + v.shape[3]) * k.element_size()
+    together = max(1, BLOCK_BYTES[k.device.type] // max(1, bytes_of_head))
+    keys = [slice(n, min(n + together, k.shape[1])) for n in range(0, k.shape[1], together)]
+    return [(plan.query_heads(h), h) for h in keys]
+
+
+def _in_turn(works: Iterator[Work]) -> None:
+    """One work after the other: the first messages of the next are sent before the work on this one, its last are
+    waited for after it."""
+
+    def started() -> Work | None:
+        work = next(works, None)
+        if work is not None:
+            next(work)
+        return work
+
+    before: Work | None = None
+    current = started()
+    while current is not None:
+        following = started()
+        next(current, None)
+        for _ in before or ():
+            pass
+        before, current = current, following
+    for _ in before or ():
+        pass
 
 
 # ---- Both parts ------------------------------------------------------------------------------------------------------
@@ -358,8 +474,15 @@ def forward(
         q, k, v = heads_for_rows(link, plan, [(q, queries), (k, keys), (v, keys)])
     else:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    own = _own_heads(plan, scores)
+    o = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     compute = gather_forward if plan.method == "all_gather" else ring_forward
-    o, lse = compute(link, plan, q, k, v, _own_heads(plan, scores))
+    _in_turn(
+        compute(link, plan, ForwardTask(q[:, a], k[:, b].contiguous(), v[:, b].contiguous(), own.for_heads(a),
+                                        (o[:, a], lse[:, a])))
+        for a, b in _groups(plan, k, v)
+    )  # fmt: skip
     saved = (q, k, v, o, lse)
     if plan.ulysses > 1:
         o, lse = rows_for_heads(link, plan, [(o, queries), (lse, queries)])
@@ -374,10 +497,17 @@ def backward(
     if plan.ulysses > 1:
         moved = heads_for_rows(link, plan, [(t, queries) for t in (do, dlse) if t is not None])
         do, dlse = moved[0], moved[1] if dlse is not None else None
-    own = _own_heads(plan, scores)
-    work = Backward(saved, do, dlse, plan.q_ring[0][plan.place], own)
+    own, do = _own_heads(plan, scores), do.contiguous()
+    q, k, v, o, lse = saved
+    dq, dk, dv = gradients = tuple(torch.empty_like(t) for t in (q, k, v))
     compute = gather_backward if plan.method == "all_gather" else ring_backward
-    gradients = tuple(g.to(t.dtype) for g, t in zip(compute(link, plan, saved, work), saved[:3], strict=True))
+    _in_turn(
+        compute(link, plan, BackwardTask(
+            (q[:, a], k[:, b].contiguous(), v[:, b].contiguous(), o[:, a], lse[:, a]), do[:, a],
+            None if dlse is None else dlse[:, a], own.for_heads(a), (dq[:, a], dk[:, b], dv[:, b]),
+        ))
+        for a, b in _groups(plan, k, v)
+    )  # fmt: skip
     if plan.ulysses > 1:
         sides = (queries, keys, keys)
         gradients = tuple(rows_for_heads(link, plan, list(zip(gradients, sides, strict=True))))

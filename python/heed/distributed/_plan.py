@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from heed.distributed._methods import METHODS, ulysses_ranks
+from heed.distributed._methods import BLOCK_BYTES, METHODS, ulysses_ranks
 from heed.distributed._shards import Band, Pieces, needs, on_stride, pieces_of, size, visible_keys
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -72,6 +72,7 @@ class Machine:
     inside: Fabric | None
     node: int = 8
     call: float = 10e-6  # seconds to start a kernel
+    block: int = BLOCK_BYTES["cuda"]  # of K and V that are worked on together
 
 
 @dataclass(frozen=True)
@@ -165,16 +166,19 @@ def cost(task: Task, method: str, machine: Machine) -> Cost:
     team_across = team > machine.node and machine.inside is not None
     a2a = [2 * _transfer(machine, x / 2, team_across) + 2 * x / machine.copy if team > 1 else 0.0 for x in exchanged]
     overlaps = (machine.fabric if across or machine.inside is None else machine.inside).overlaps
+    together = max(1, int(machine.block * task.key_heads // max(1.0, team * size.kv)))
+    groups = math.ceil(math.ceil(task.key_heads / team) / together)
+    bare = 1 / groups if overlaps else 1.0  # of messages at the begin or end: all but one group's are under work
     if gathers:
-        gather = _transfer(machine, travelled[0], across) if blocks else 0.0
+        gather = bare * _transfer(machine, travelled[0], across) if blocks else 0.0
         moved = [
-            compute[0] + gather + 2 * travelled[0] / machine.copy,
+            max(compute[0] + gather, gather / bare) + 2 * travelled[0] / machine.copy,
             gather + _travel(machine, compute[1], blocks, blocks * size.dkv, across, overlaps),
         ]
     else:
         moved = [_travel(machine, c, blocks, t, across, overlaps) for c, t in zip(compute, travelled, strict=True)]
-        moved[1] += _transfer(machine, size.dkv, across) if blocks else 0.0  # the last gradients go home
-    memory = _memory(task, method, size, partial, blocks, team)
+        moved[1] += bare * _transfer(machine, size.dkv, across) if blocks else 0.0  # the last gradients go home
+    memory = _memory(task, method, size, partial, blocks, team, groups)
     return Cost(
         method, team, (work[0], work[1]), (moved[0] + a2a[0], moved[1] + a2a[1]), (compute[0], compute[1]),
         (travelled[0] + exchanged[0], travelled[1] + exchanged[1]), memory, blocks,
@@ -189,14 +193,24 @@ def _travel(machine: Machine, compute: float, blocks: int, amount: float, across
     return step + blocks * (max(step, message) if overlaps else step + message)
 
 
-def _memory(task: Task, method: str, size: _Sizes, partial: float, blocks: int, team: int) -> tuple[float, float]:
-    swapped = (size.q + size.kv + size.o) if team > 1 else 0.0
-    gradients = size.dkv + partial * task.head_dim / task.value_dim  # float32 sums of dk, dv and dq
+def _memory(
+    task: Task, method: str, size: _Sizes, partial: float, blocks: int, team: int, groups: int
+) -> tuple[float, float]:  # fmt: skip
+    """Of K and V one block is worked on while the next one comes; of their gradients, one, while one comes and one
+    goes. That is so for one group of heads, and where there are several, one begins before another ends."""
+    share = 2 / groups if groups > 1 else 1.0
+    flying, gradients = min(blocks, 2) * size.kv, min(blocks + 1, 3) * size.dkv if blocks else 0.0
+    dq = partial * task.head_dim / task.value_dim
+    other = task.dtype != "fp32"
+    merging = partial * (2 if other else 1) if blocks else 0.0
     if method == "all_gather":
-        return 2 * (blocks + 1) * size.kv, blocks * size.kv + min(blocks + 1, 3) * size.dkv + gradients
-    flying = min(blocks, 2)
-    merging = 2 * partial if blocks else 0.0
-    return swapped + flying * size.kv + merging, swapped + flying * (size.kv + size.dkv) + gradients
+        merging = (blocks + 1) * size.kv  # no merging: all keys
+    forward = share * (flying + merging)
+    backward = share * (flying + gradients + dq + (dq + size.dkv if other else 0.0))  # a kernel has a dq of its own
+    if team == 1:
+        return forward, backward
+    swapped, arriving = size.q + size.kv + size.o, (team - 1) / team * (size.q + size.kv)
+    return swapped + arriving + forward, 2 * swapped + arriving + backward
 
 
 # ---- Numbers that were measured --------------------------------------------------------------------------------------
@@ -217,7 +231,7 @@ def machine_of(device: str, dtype: str, head_dim: int, fabric: str, node: int = 
     near = min(rates, key=lambda d: abs(int(d) - head_dim))
     return Machine(
         rates[near][0] * 1e12, rates[near][1] * 1e12, numbers["copy_gb_per_s"] * 1e9, *fabric_of(fabric, path), node,
-        numbers["call_us"] * 1e-6,
+        numbers["call_us"] * 1e-6, BLOCK_BYTES["cpu" if device == "cpu" else "cuda"],
     )  # fmt: skip
 
 
@@ -247,7 +261,11 @@ def costs(task: Task, machine: Machine) -> list[Cost]:
 
 @functools.lru_cache(maxsize=256)
 def _choose(task: Task, device: str, fabric: str) -> str:
-    return costs(task, machine_of(device, task.dtype, task.head_dim, fabric))[0].method
+    """The quickest; all_gather only where its keys, all of them at once, need no more memory than the ring."""
+    machine = machine_of(device, task.dtype, task.head_dim, fabric)
+    most = max(cost(task, "ring", machine).memory)
+    found = costs(task, machine)
+    return next(c.method for c in found if c.method != "all_gather" or max(c.memory) <= most)
 
 
 def choose(

@@ -72,7 +72,8 @@ def _runs(shards: str, tokens: int, ranks: int, lengths: Sequence[int] | None) -
     if shards == "zigzag":
         ends = [0, *_ends(tokens, 2 * ranks)]
         chunk = [(ends[n], 1, ends[n + 1] - ends[n]) for n in range(2 * ranks)]
-        return [[chunk[r], chunk[2 * ranks - 1 - r]] for r in range(ranks)]
+        middle = (ends[ranks - 1], 1, ends[ranks + 1] - ends[ranks - 1])  # the last rank's two chunks are neighbours
+        return [*([chunk[r], chunk[2 * ranks - 1 - r]] for r in range(ranks - 1)), [middle]]
     ends = [0]
     for n in lengths if lengths is not None else [b - a for a, b in _pairs([0, *_ends(tokens, ranks)])]:
         ends.append(ends[-1] + n)

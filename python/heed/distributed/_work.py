@@ -72,14 +72,13 @@ def _rows(t: torch.Tensor, m: Meeting, rows: slice) -> torch.Tensor:
 
 
 class Forward:
-    """o and lse of some queries over the keys added so far."""
+    """o and lse of some queries over the keys added so far, into memory that the caller has for them."""
 
-    def __init__(self, q: torch.Tensor, pieces: Pieces, columns: int, scores: Scores, once: bool) -> None:
+    def __init__(self, q: torch.Tensor, pieces: Pieces, out: Tensors, scores: Scores, once: bool) -> None:
         """once: no query will meet keys twice, so that partial results, in float32, are final ones."""
         self.q, self.pieces, self.scores = q, pieces, scores
-        shape = q.shape[:3]
-        self.o = torch.empty(*shape, columns, dtype=q.dtype if once else torch.float32, device=q.device)
-        self.lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        self.out, self.lse = out
+        self.o = self.out if once else sums_for(self.out)
         self.untouched = {p.at: p for p in pieces}
 
     def add(self, block: Tensors, pieces: Pieces) -> None:
@@ -97,7 +96,7 @@ class Forward:
         else:
             for p in here:
                 self._clear(p.at)
-            o2, lse2 = torch.empty_like(o), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+            o2, lse2 = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (o, lse))
             whole = slice(None)
             _C.part_forward(_rows(o2, m, whole), _rows(lse2, m, whole), positions, *arguments)
             _C.merge(o, lse, o2, lse2)
@@ -110,24 +109,25 @@ class Forward:
             self.o[:, :, p.rows].zero_()
             self.lse[:, :, p.rows].fill_(-torch.inf)
 
-    def result(self) -> Tensors:
+    def finish(self) -> None:
         for at in list(self.untouched):
             self._clear(at)
-        return self.o.to(self.q.dtype), self.lse
+        finish_sums(self.out, self.o)
 
 
 class Backward:
     """dq of some queries; gradients of keys are added to what the caller gives. All in float32."""
 
     def __init__(
-        self, saved: Tensors, do: torch.Tensor, dlse: torch.Tensor | None, pieces: Pieces, scores: Scores
-    ) -> None:
+        self, saved: Tensors, do: torch.Tensor, dlse: torch.Tensor | None, pieces: Pieces, out: torch.Tensor,
+        scores: Scores,
+    ) -> None:  # fmt: skip
         self.q, _, _, o, self.lse = saved
-        self.do, self.pieces, self.scores = do.contiguous(), pieces, scores
-        self.dq = torch.zeros(self.q.shape, dtype=torch.float32, device=self.q.device)
-        self.delta = torch.empty_like(self.lse)
+        self.do, self.pieces, self.out, self.scores = do, pieces, out, scores
+        self.dq = sums_for(out).zero_()
+        self.delta = torch.empty(self.lse.shape, dtype=torch.float32, device=self.lse.device)
         if o.numel():
-            _C.delta(o, self.do, dlse, self.delta)
+            _C.delta(o, do, dlse, self.delta)
 
     def add(self, block: Tensors, sums: Tensors, pieces: Pieces) -> None:
         """block: K and V; sums: their gradients."""
@@ -136,3 +136,16 @@ class Backward:
             k_, v_, dk_, dv_ = (_rows(t, m, m.k.rows) for t in (*block, *sums))
             positions, *arguments = self.scores.call(m, q, k_, v_)
             _C.part_backward(do, lse, delta, dq, dk_, dv_, True, positions, *arguments)
+
+    def finish(self) -> None:
+        finish_sums(self.out, self.dq)
+
+
+def sums_for(out: torch.Tensor) -> torch.Tensor:
+    """Where a result is summed up: in place, if it is float32."""
+    return out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+
+
+def finish_sums(out: torch.Tensor, sums: torch.Tensor) -> None:
+    if sums is not out:
+        out.copy_(sums)

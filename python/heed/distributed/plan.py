@@ -2,9 +2,9 @@
 
     --gpus 1024 --tokens 10M                the table, for one layer
     --measure                               times this machine's kernels, memory and messages between processes, and
-    prints
-                                            the table of measured numbers with them; --write FILE puts it there
-    --compare 2,4                           runs every method with 2 and 4 local processes, beside what the model says
+                                            prints the table of measured numbers with them; --write FILE puts it there
+    --compare 2,4                           runs every method with 2 and 4 local processes, beside what the model says;
+                                            some minutes for each number with 32 heads, half a minute with --heads 4
 
 The numbers that the model needs come from measured.json beside this file, or from --table FILE.
 """
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", "--ranks", type=number, default=8, help="how many ranks (8)")
     parser.add_argument("--tokens", type=number, default=None, help="of the whole sequence: 10M, 128k ... (1M)")
-    parser.add_argument("--heads", type=int, default=0, help="32; with --compare 4")
+    parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--key-heads", type=int, default=0, help="as many as --heads where not given")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
@@ -94,10 +94,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--compare", metavar="RANKS", help="numbers of local processes: 2,4")
     parser.add_argument("--quick", action="store_true", help="with --measure: smaller problems")
-    parser.add_argument("--rounds", type=int, default=6, help="with --compare: how often everything is timed (6)")
+    parser.add_argument("--rounds", type=int, default=2, help="with --compare: how often everything is timed (2)")
     parser.add_argument("--write", metavar="FILE", help="with --measure: where the measured numbers go")
     a = parser.parse_args(arguments)
-    a.heads = a.heads or (4 if a.compare else 32)
     try:
         if a.measure:
             text = json.dumps(_measure.measure(a.table, a.quick), indent=2)
