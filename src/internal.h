@@ -158,12 +158,12 @@ enum {
     HEED_USES_ORDER = 1 << 18,     /* backward: sums in a fixed order */
     HEED_USES_ALL = (1 << 19) - 1,
 
-    HEED_FOR_LONGER = 1 << 28, /* of a kernel: fewer than HEED_LONGER rows and keys get it only by name, */
+    HEED_FOR_LONGER = 1 << 28, /* of a kernel: fewer than HEED_LONGER() rows and keys get it only by name, */
     HEED_FOR_LONG = 1 << 29,   /* or fewer than HEED_LONG */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond heed_is_small() */
 };
 #define HEED_LONG 512
-#define HEED_LONGER 2048
+#define HEED_LONGER(head_dim) ((head_dim) <= 64 ? 512 : 1024) /* docs/tuning.md, section 5 */
 #define HEED_SMALL (80 * 64) /* rows or keys times head size; docs/tuning.md, section 6, has what chose it */
 
 #define HEED_ANY_ARCH INT32_MAX

@@ -172,7 +172,8 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
         if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
             HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses) &&
             (!(k->uses & HEED_FOR_LONG) || HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONG) &&
-            (!(k->uses & HEED_FOR_LONGER) || HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONGER) &&
+            (!(k->uses & HEED_FOR_LONGER) ||
+             HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONGER(HEED_MAX(p->D, p->Dv))) &&
             (!(k->uses & HEED_ONLY_SMALL) || heed_is_small(p, why, sizeof why)))
             return k;
         ++*before;
@@ -244,8 +245,8 @@ TEST(every_generation_gets_its_family)
         { "rtx3090", "split portable", "mma portable", "mma portable" },
         { "l4", "split portable", "mma portable", "mma portable" },
         { "rtx4090", "split portable", "mma portable", "mma portable" },
-        { "h100", "sm90split split portable", "sm90 mma portable", "sm90 mma portable" },
-        { "h200", "sm90split split portable", "sm90 mma portable", "sm90 mma portable" },
+        { "h100", "sm90split split portable", "sm90fused sm90 mma portable", "sm90fused sm90 mma portable" },
+        { "h200", "sm90split split portable", "sm90fused sm90 mma portable", "sm90fused sm90 mma portable" },
         { "b200", "portable", "mma portable", "mma portable" },
         { "rtx5090", "portable", "mma portable", "mma portable" },
     };
@@ -259,7 +260,7 @@ TEST(every_generation_gets_its_family)
                     const char *families = type == HEED_F32   ? expected[n].f32
                                            : type == HEED_F16 ? expected[n].f16
                                                               : expected[n].bf16;
-                    sample s = sample_of((heed_pass)pass, (heed_dtype)type, 1000, 900, D, D);
+                    sample s = sample_of((heed_pass)pass, (heed_dtype)type, 1100, 900, D, D);
                     char text[4096], name[64];
                     assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, expected[n].gpu, text,
                                                   sizeof text),

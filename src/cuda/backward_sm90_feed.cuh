@@ -8,8 +8,9 @@
  * Both compute S (or its transpose) = A1 B1^T and dP = A2 B2^T with their own side as rows, so that P and dS are left
  * operands of the next products without leaving their lanes. The warps of one warpgroup produce: one takes pieces of
  * work from a counter, says in shared memory what they are and has the copy engine bring the own tiles, two bring the
- * rings of B1 and B2, one what goes with them. The other warpgroups consume. Rows are masked by their range of visible
- * columns; a column that belongs to another sequence is zeroed in shared memory before anyone multiplies with it. */
+ * rings of B1 and B2, one what goes with them; where dQ is summed, two do all of this and two see to the sums. The other
+ * warpgroups consume. Rows are masked by their range of visible columns; a column that belongs to another sequence is
+ * zeroed in shared memory before anyone multiplies with it. */
 #ifndef HEED_CUDA_BACKWARD_SM90_FEED_CUH
 #define HEED_CUDA_BACKWARD_SM90_FEED_CUH
 
@@ -143,7 +144,7 @@ struct backward_shape {
     static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, OWNERS = WAYS & OWNER ? 1 : 0,
                          THREADS = 128 * (CONSUMERS + OWNERS + 1);
     /* Registers that producers and dQ's owner keep of what each thread starts with, and those that consumers get. */
-    static constexpr int FEW = CONSUMERS == 2 ? 24 : 32, SOME = 72,
+    static constexpr int FEW = OWNERS || CONSUMERS > 2 ? 32 : 24, SOME = 64,
                          MANY = OWNERS           ? (512 - FEW - SOME) / 2
                                 : CONSUMERS == 2 ? 240
                                                  : 160;
@@ -164,7 +165,6 @@ template <class C> struct backward_shared {
     piece work[C::SLOTS];
     uint64_t described[C::SLOTS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
-    uint64_t asked;                    /* for all that a piece of work needs */
     uint64_t staged[2], stage_free[2]; /* of even and odd tiles */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
@@ -192,7 +192,6 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
             barrier_init(shared_address(&s.ds_free[i]), 4);
         }
         if (C::ADDS) {
-            barrier_init(shared_address(&s.asked), 1);
             for (int i = 0; i < 2; i++) {
                 barrier_init(shared_address(&s.staged[i]), 4);
                 barrier_init(shared_address(&s.stage_free[i]), 1);
@@ -264,16 +263,42 @@ __device__ inline void bring_some_keys(const backward_job &p, backward_shared<C>
     arrive(shared_address(&s.own_full[slot]));
 }
 
-/* The first producer warp: takes pieces of work and brings their own tiles. */
+/* Where the columns are queries: L and delta of each that a piece of work meets, asked for before there is room for
+ * them. The copy engine would want them at multiples of 16 bytes. */
+template <class C>
+__device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s, const piece &w, int &tile)
+{
+    const args &a = p.a;
+    const int lane = threadIdx.x % 32;
+    const auto bring = [&](float *to, float x, float y, uint64_t *full) {
+        to[lane] = x, to[lane + 32] = y;
+        arrive(shared_address(full));
+    };
+    for (int h = w.head * a.G; h < w.head * a.G + a.G; h++) {
+        const int64_t at = ((int64_t)w.other_batch * a.Hq + h) * p.pitch + w.other_row + lane;
+        for (int step = 0; step < w.tiles; step++, tile++) {
+            const int column = column_at<C>(w, step);
+            const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
+            const float *L = p.L + at + column, *delta = p.delta + at + column;
+            const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
+            const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
+            wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
+            bring(s.L[first], L0, L1, &s.first_full[first]);
+            wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
+            bring(s.delta[second], delta0, delta1, &s.second_full[second]);
+        }
+    }
+}
+
+/* The first producer warp: takes pieces of work and brings their own tiles. Where dQ is summed, the terms, too, before it
+ * takes the next: who takes early and starts late would keep others waiting for their turn. */
 template <class C> __device__ inline void bring_own(const backward_job &p, backward_shared<C> &s)
 {
     const int lane = threadIdx.x % 32;
     const bool cuts = C::ADDS && (p.a.lengths_k || p.a.offsets_k);
-    for (int n = 0, landed = 0;;) {
+    for (int n = 0, landed = 0, met = 0;;) {
         const int slot = n % C::SLOTS;
         piece &w = s.work[slot];
-        if (C::ADDS && n) /* who takes early and starts late would keep others waiting for their turn */
-            wait(shared_address(&s.asked), n - 1 & 1);
         const int number = uniform(lane ? 0 : atomicAdd(p.counter, 1));
         wait(shared_address(&s.own_free[slot]), n / C::SLOTS & 1 ^ 1);
         if (number >= p.count) {
@@ -309,6 +334,10 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             ask_for_own(p, s, slot, shared_address(&s.own_full[slot]));
         else
             arrive(shared_address(&s.own_full[slot]));
+        if (C::ADDS) {
+            __syncwarp();
+            bring_terms<C>(p, s, w, met);
+        }
         n++;
     }
 }
@@ -360,19 +389,32 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
                     bring_tile<C, 1>(p, s, w, h, column, tile, live, landed);
             }
         __syncwarp();
-        if (threadIdx.x % 32 == 0) {
+        if (threadIdx.x % 32 == 0)
             arrive(shared_address(&s.own_free[slot]));
-            if (C::ADDS)
-                arrive(shared_address(&s.asked));
-        }
     }
 }
 
-/* Where dQ is summed, the third: has a tile's dQ added to the sums when those of all keys before have been, and tells
- * the next. So a row's sum is always taken in the order of the keys. The keys before are in work or done, as pieces of
+/* The fourth, where dQ is not summed. */
+template <class C> __device__ inline void bring_all_terms(const backward_job &p, backward_shared<C> &s)
+{
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
+        if (!w.exists)
+            return;
+        bring_terms<C>(p, s, w, tile);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            arrive(shared_address(&s.own_free[slot]));
+    }
+}
+
+/* Where dQ is summed, the third and the fourth, for even and odd tiles: each has a tile's dQ added to the sums when those
+ * of all keys before have been, and tells the next, which takes longer than it takes to compute another tile. So a row's sum is always taken in the order of the keys. The keys before are in work or done, as pieces of
  * work are taken in their order: somebody always has no one to wait for. In any order, it is enough that the first has
  * stored its own, as nobody zeroes the sums. */
-template <class C> __device__ inline void keep_turns(const backward_job &p, backward_shared<C> &s)
+template <class C> __device__ inline void keep_turns(const backward_job &p, backward_shared<C> &s, int odd)
 {
     if (threadIdx.x % 32)
         return;
@@ -384,6 +426,8 @@ template <class C> __device__ inline void keep_turns(const backward_job &p, back
             return;
         for (int h = w.head * p.a.G; h < w.head * p.a.G + p.a.G; h++)
             for (int step = 0; step < w.tiles; step++, tile++) {
+                if (tile % 2 != odd)
+                    continue;
                 const int row = column_at<C>(w, step);
                 const uint32_t stage = shared_address(s.stage[tile % C::STAGED]);
                 const int bytes = min(COLUMNS, (w.columns - row + 7) / 8 * 8) * C::D * (int)sizeof(float);
@@ -410,58 +454,19 @@ template <class C> __device__ inline void keep_turns(const backward_job &p, back
     }
 }
 
-/* Where the columns are queries, the fourth: L and delta of each, asked for before there is room for them. The copy
- * engine would want them at multiples of 16 bytes. */
-template <class C> __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s)
-{
-    const args &a = p.a;
-    const int lane = threadIdx.x % 32;
-    const auto bring = [&](float *to, float x, float y, uint64_t *full) {
-        to[lane] = x, to[lane + 32] = y;
-        arrive(shared_address(full));
-    };
-    for (int n = 0, tile = 0;; n++) {
-        const int slot = n % C::SLOTS;
-        const piece &w = s.work[slot];
-        wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
-        if (!w.exists)
-            return;
-        for (int h = w.head * a.G; h < w.head * a.G + a.G; h++) {
-            const int64_t at = ((int64_t)w.other_batch * a.Hq + h) * p.pitch + w.other_row + lane;
-            for (int step = 0; step < w.tiles; step++, tile++) {
-                const int column = column_at<C>(w, step);
-                const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
-                const float *L = p.L + at + column, *delta = p.delta + at + column;
-                const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
-                const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
-                wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
-                bring(s.L[first], L0, L1, &s.first_full[first]);
-                wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
-                bring(s.delta[second], delta0, delta1, &s.second_full[second]);
-            }
-        }
-        __syncwarp();
-        if (lane == 0)
-            arrive(shared_address(&s.own_free[slot]));
-    }
-}
-
 template <class C> __device__ inline void produce(const backward_job &p, backward_shared<C> &s)
 {
-    switch (threadIdx.x / 32 % 4) {
-    case 0: bring_own<C>(p, s); break;
-    case 1: bring_columns<C, 0>(p, s); break;
-    case 2:
-        if (C::ADDS)
-            keep_turns<C>(p, s);
-        else
-            bring_columns<C, 1>(p, s);
-        break;
-    case 3:
-        if (C::KEYS)
-            bring_terms<C>(p, s);
-        break;
-    }
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0)
+        bring_own<C>(p, s);
+    else if (warp == 1)
+        bring_columns<C, 0>(p, s);
+    else if (C::ADDS)
+        keep_turns<C>(p, s, warp - 2);
+    else if (warp == 2)
+        bring_columns<C, 1>(p, s);
+    else if (C::KEYS)
+        bring_all_terms<C>(p, s);
 }
 
 #endif

@@ -104,7 +104,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if constexpr (C::ADDS) {
         hand_over<C>(s, x.dS, tile, GROUP);
         if (!C::OWNERS) {
-            announce(s, tile);
+            if (!p.any_order) /* others wait for it */
+                announce(s, tile);
             wgmma_wait<NEXT ? 1 : 0>(); /* dV, whose P makes room for dQ */
         }
     }
@@ -114,7 +115,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     multiply_columns<T, D, COLUMNS>(x.dK, x.dS, first_tile(s, tile)); /* dK += dS^T Q */
     wgmma_commit();
     if constexpr (C::ADDS) {
-        if (C::OWNERS)
+        if (C::OWNERS || p.any_order)
             announce(s, tile);
         sum_behind<T, C, GROUP>(p, x, s, tile);
         if (!NEXT && !LAST && !C::OWNERS)

@@ -32,27 +32,41 @@ template <class C> __device__ inline void announce(backward_shared<C> &s, int ti
     release(&s.ds_full[tile % C::DS]);
 }
 
-/* dQ = dS K of a tile, put where it waits for its turn to join the sums: see keep_turns(). Waits for all products. */
-template <class T, class C> __device__ inline void sum_queries(backward_shared<C> &s, int slot, int tile)
+/* N columns of dQ = dS K of a tile, from column FIRST on, a multiple of 64, put where they wait for their turn to join the
+ * sums: see keep_turns(). Waits for all products. */
+template <class T, class C, int N, int FIRST>
+__device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile)
 {
-    const uint64_t dS = tile_at(dS_at(s, tile)), K = tile_at(shared_address(s.own[slot][0]), C::ROWS * 128);
-    float dQ[C::D / 2];
-    wait(shared_address(&s.ds_full[tile % C::DS]), tile / C::DS & 1);
+    const uint64_t dS = tile_at(dS_at(s, tile)),
+                   K = tile_at(shared_address(s.own[slot][0]) + FIRST / 64 * (C::ROWS * 128), C::ROWS * 128);
+    float dQ[N / 2];
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < C::ROWS / 16; k++)
-        wgmma<T, C::D>::template shared<0, 1>(dQ, on(dS, k / 4 * 8192 + k % 4 * 32), on(K, k * 2048), k != 0);
+        wgmma<T, N>::template shared<0, 1>(dQ, on(dS, k / 4 * 8192 + k % 4 * 32), on(K, k * 2048), k != 0);
     wgmma_commit();
     wgmma_wait<0>();
-    release(&s.ds_free[tile % C::DS]);
-    float4 *const to = s.stage[tile % C::STAGED] + threadIdx.x / 32 % 4 * (4 * C::D) + threadIdx.x % 32;
-    wait(shared_address(&s.stage_free[tile % 2]), (tile + 2 - C::STAGED) / 2 & 1 ^ 1);
+    if (FIRST + N == C::D)
+        release(&s.ds_free[tile % C::DS]);
+    if (FIRST == 0)
+        wait(shared_address(&s.stage_free[tile % 2]), (tile + 2 - C::STAGED) / 2 & 1 ^ 1);
+    float4 *const to = s.stage[tile % C::STAGED] + threadIdx.x / 32 % 4 * (4 * C::D) + FIRST * 2 + threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < C::D / 16; i++) {
+    for (int i = 0; i < N / 16; i++) {
         const float *x = &dQ[8 * i];
         to[i * 32] = make_float4(x[0], x[1], x[4], x[5]);
         to[i * 32 + 2 * C::D] = make_float4(x[2], x[3], x[6], x[7]);
     }
+}
+
+/* All columns; the owner of dQ, who has few registers, takes 64 at a time. */
+template <class T, class C> __device__ inline void sum_queries(backward_shared<C> &s, int slot, int tile)
+{
+    constexpr int N = C::OWNERS && C::D > 64 ? 64 : C::D;
+    wait(shared_address(&s.ds_full[tile % C::DS]), tile / C::DS & 1);
+    sum_columns<T, C, N, 0>(s, slot, tile);
+    if constexpr (N < C::D)
+        sum_columns<T, C, C::D - N, N>(s, slot, tile);
     fence_async();
     release(&s.staged[tile % 2]);
 }

@@ -166,18 +166,19 @@ template <int PENDING> __device__ inline void wgmma_wait()
 #define NAMES128 NAMES112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R8(i) R4(i), R4(i + 4)
-#define R16(i) R8(i), R8(i + 8)
-#define R24 R16(0), R8(16)
+#define R16_FROM(i) R8(i), R8(i + 8)
+#define R16 R16_FROM(0)
+#define R24 R16, R8(16)
 #define R32 R24, R8(24)
 #define R40 R32, R8(32)
 #define R48 R40, R8(40)
 #define R56 R48, R8(48)
 #define R64 R56, R8(56)
-#define R80 R64, R16(64)
+#define R80 R64, R16_FROM(64)
 #define R88 R80, R8(80)
 #define R96 R88, R8(88)
-#define R112 R96, R16(96)
-#define R128 R112, R16(112)
+#define R112 R96, R16_FROM(96)
+#define R128 R112, R16_FROM(112)
 
 /* wgmma<T, N>::shared(d, a, b, keep): both operands in shared memory. A_K, B_K: 1 where the operand's rows are k.
  * wgmma<T, N>::registers(d, a, b, keep): A from registers. keep = 0: D = A B, and the old D is not read.
@@ -206,6 +207,7 @@ template <class T, int N> struct wgmma;
         }                                                                                                              \
     };
 #define WGMMA_BOTH(...) WGMMA(__half, "f16", __VA_ARGS__) WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__)
+WGMMA_BOTH(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_BOTH(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45, 46)
