@@ -5,11 +5,13 @@
 The table: bf16, B x S = 16k tokens, H x D = 2048, TFLOP/s counting 4 B H S^2 D FLOP, half of it causal, and in brackets the
 ratio to cuDNN. --others: problems of other kinds, in microseconds, beside the best backend that PyTorch has for the same
 one; with WORDS only those whose names have these. Times are medians of replayed graphs, --ms milliseconds each, that take
-turns: the clock falls as the card warms.
+turns: the clock falls as the card warms. At the end of a line: clock and power meanwhile.
 """
 import argparse
 import ctypes as C
 import statistics
+import threading
+import time
 
 import torch
 from cuda_bench import Attention, Exec, replay_ms, view
@@ -17,6 +19,40 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+class Meter:
+    """Clock and power of GPU 0 every few milliseconds, read by a thread while it is on."""
+
+    class Field(C.Structure):
+        _fields_ = [("id", C.c_uint), ("scope", C.c_uint), ("at", C.c_longlong), ("latency", C.c_longlong),
+                    ("kind", C.c_int), ("status", C.c_int), ("value", C.c_uint64)]
+
+    def __init__(self):
+        self.samples, self.on = [], False
+        try:
+            self.nvml = C.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        self.device = C.c_void_p()
+        if not self.nvml.nvmlInit_v2() and not self.nvml.nvmlDeviceGetHandleByIndex_v2(0, C.byref(self.device)):
+            threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self):
+        clock, power = C.c_uint(), self.Field(id=186)  # of the moment; the usual one is a second's mean
+        while True:
+            if self.on and not self.nvml.nvmlDeviceGetClockInfo(self.device, 1, C.byref(clock)) and \
+                    not self.nvml.nvmlDeviceGetFieldValues(self.device, 1, C.byref(power)):
+                self.samples.append((clock.value / 1e3, (power.value & 0xffffffff) / 1e3))
+            time.sleep(0.004)
+
+    def line(self):
+        """What was read since the last line."""
+        seen, self.samples = self.samples, []
+        if not seen:
+            return ""
+        clocks, watts = zip(*seen)
+        return f"   {min(clocks):.2f} to {max(clocks):.2f} GHz, {min(watts):.0f} to {max(watts):.0f} W"
 
 
 def heed_call(lib, q, k, v, o, keep=(), **options):
@@ -58,12 +94,16 @@ def graph_of(call):
     return graph
 
 
-def in_turns(calls, ms, rounds):
+def in_turns(calls, ms, rounds, meter=None):
     graphs = {name: graph for name, graph in ((n, graph_of(c)) for n, c in calls.items()) if graph}
     times = {name: [] for name in graphs}
+    if meter:
+        meter.on = True
     for turn in range(rounds):
         for name in list(graphs)[turn % len(graphs):] + list(graphs)[:turn % len(graphs)]:
             times[name].append(replay_ms(graphs[name], ms))
+    if meter:
+        meter.on = False
     return {name: statistics.median(t) for name, t in times.items()}
 
 
@@ -71,7 +111,7 @@ def tensors(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def table(lib, sizes, lengths, ms, rounds):
+def table(lib, meter, sizes, lengths, ms, rounds):
     print(f"{'':14s}" + "".join(f"{n:>12d}" for n in lengths))
     for size in sizes:
         for causal in (0, 1):
@@ -81,9 +121,9 @@ def table(lib, sizes, lengths, ms, rounds):
                 q, k, v = (tensors(b, h, length, size) for _ in range(3))
                 calls = {"heed": heed_call(lib, q, k, v, torch.empty_like(q), causal=causal),
                          "cudnn": with_backend("cudnn", lambda: sdpa(q, k, v, is_causal=bool(causal)))}
-                t = in_turns(calls, ms, rounds)
+                t = in_turns(calls, ms, rounds, meter)
                 text += f"{4e-9 * b * h * length**2 * size / (1 + causal) / t['heed']:6.0f} ({t['cudnn'] / t['heed']:.2f})"
-            print(text, flush=True)
+            print(text + meter.line(), flush=True)
 
 
 def ragged(lib, length, causal):
@@ -107,7 +147,7 @@ def ragged(lib, length, causal):
             "nested": lambda: sdpa(*nested, is_causal=causal)}
 
 
-def others(lib, words, ms, rounds):
+def others(lib, meter, words, ms, rounds):
     def beside(name, q, k, v, mine, theirs):
         calls = {"heed": heed_call(lib, q, k, v, q.new_empty(*q.shape[:-1], v.shape[-1]), **mine)}
         report(name, calls | theirs)
@@ -115,11 +155,11 @@ def others(lib, words, ms, rounds):
     def report(name, calls):
         if words not in name:
             return
-        t = in_turns(calls, ms, rounds)
+        t = in_turns(calls, ms, rounds, meter)
         rivals = {n: x for n, x in t.items() if n != "heed"}
         best = min(rivals, key=rivals.get) if rivals else None
-        print(f"{name:44s}{t['heed'] * 1e3:9.1f} us" +
-              (f"   {best} {rivals[best] * 1e3:9.1f} us   {rivals[best] / t['heed']:.2f}" if best else ""), flush=True)
+        rival = f"   {best} {rivals[best] * 1e3:9.1f} us   {rivals[best] / t['heed']:.2f}" if best else ""
+        print(f"{name:44s}{t['heed'] * 1e3:9.1f} us" + rival + meter.line(), flush=True)
 
     def plain(q, k, v, **options):
         return {n: with_backend(n, lambda: sdpa(q, k, v, **options)) for n in BACKENDS}
@@ -161,9 +201,9 @@ def main():
     lib.heed_last_error.restype = C.c_char_p
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "cuDNN", torch.backends.cudnn.version())
     if args.others is not None:
-        others(lib, args.others, args.ms, args.rounds)
+        others(lib, Meter(), args.others, args.ms, args.rounds)
     else:
-        table(lib, *([int(n) for n in x.split(",")] for x in (args.head_dim, args.rows)), args.ms, args.rounds)
+        table(lib, Meter(), *([int(n) for n in x.split(",")] for x in (args.head_dim, args.rows)), args.ms, args.rounds)
 
 
 if __name__ == "__main__":
