@@ -34,14 +34,35 @@ struct key_parts {
     float *o, *lse; /* with more than one */
 };
 
-/* The order of the tiles. Where all have the same number of keys, those of a head follow each other. Where not, heads go
- * in groups whose keys fit the cache, and within a group the tiles with the most keys go first, to and fro over the
- * blocks, so that who took a long tile of one round takes a short one of the next: as even as a queue, and without one.
- * The next group starts with the blocks that had the least of this one. */
+/* The order of the tiles, to and fro over the blocks: who took a long tile of one round takes a short one of the next, as
+ * even as a queue, and without one. First come heads in line, all tiles of each one after the other, so that the blocks
+ * that meet its keys at the same time read them from memory once, and memory is read all the time. Then come groups of
+ * heads whose keys fit the cache, and of each group the tiles with the most keys first, so that all blocks end together;
+ * the next group starts with the blocks that had the least of this one. */
 struct tile_order {
-    int tiles, heads, even, group, rounds, shift; /* rounds for each group */
+    int tiles, heads, in_line, group;
+    int rounds[2], shift[2]; /* of a group, and of the heads in line: rounds, and tiles of the last if it is not full */
     key_parts by;
 };
+
+/* head_bytes: K and V of a head. Where all tiles have as many keys, all heads stand in line; where sequences are long, none:
+ * groups come out more even, and memory is not what they wait for. In between an even number of rounds of them do. */
+template <class S> tile_order order_of(const args &a, const key_parts &by, int64_t head_bytes, int blocks)
+{
+    const bool alike = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q && a.Sq % S::ROWS == 0;
+    const int64_t cached = (int64_t)32 << 20, heads = (int64_t)a.B * a.Hq, tiles = tiles_of(a.Sq, S::ROWS) * by.count;
+    const int64_t rounds = tiles * 16 <= blocks ? HEED_MAX(heads * tiles / blocks - 1, 0) / 2 * 2 : 0;
+    const int64_t in_line = alike ? heads : rounds * blocks / tiles / a.G * a.G;
+    const int64_t group = HEED_MIN(heads, HEED_MAX(1, cached / HEED_MAX(head_bytes, 1)) * a.G);
+    const int64_t of[2] = { group * tiles, in_line * tiles };
+    return { (int)tiles,
+             (int)heads,
+             (int)in_line,
+             (int)group,
+             { (int)tiles_of(of[0], blocks), (int)tiles_of(of[1], blocks) },
+             { (int)(of[0] % blocks), (int)(of[1] % blocks) },
+             by };
+}
 
 /* One tile of rows, as the planner hands it to the others. Blocks of keys are counted from `first` on. */
 template <int ROWS> struct forward_work {
@@ -170,22 +191,22 @@ __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const ti
     };
     int turn = 0, place = blockIdx.x;
 #pragma unroll 1
-    for (int head0 = 0; head0 < o.heads; head0 += o.group) {
-        const int heads = min(o.group, o.heads - head0);
+    for (int head0 = 0, heads; head0 < o.heads; head0 += heads) {
+        const int in_line = head0 < o.in_line;
+        heads = in_line ? o.in_line : min(o.group, o.heads - head0);
 #pragma unroll 1
-        for (int round = 0; round < o.rounds; round++, turn++) {
+        for (int round = 0; round < o.rounds[in_line]; round++, turn++) {
             const int at = round * blocks + (round % 2 ? blocks - 1 - only_now(place) : place);
             if (at >= heads * only_now(o.tiles) || (again && !sh.has_failed(turn)))
                 continue;
-            const int even = only_now(o.even), by = even ? o.tiles : heads, quotient = at / by,
-                      rest = at - quotient * by;
-            const int head = head0 + (even ? quotient : rest), tile = even ? rest : o.tiles - 1 - quotient;
+            const int by = in_line ? o.tiles : heads, quotient = at / by, rest = at - quotient * by;
+            const int head = head0 + (in_line ? quotient : rest), tile = o.tiles - 1 - (in_line ? rest : quotient);
             const int parts = only_now(o.by.count);
             wait_closed();
             if (find_work<S>(a, turn, head, tile / parts, tile % parts, o.by, sh.work[count % AHEAD]))
                 tell();
         }
-        place += o.shift;
+        place += o.shift[in_line];
         if (place >= blocks)
             place -= blocks;
     }

@@ -276,13 +276,8 @@ heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, c
         status = heed_tensor_map(&v, values, a.Dv, rows, a.Hk, k_batches, S::KEYS);
     if (status)
         return status;
-    const int64_t cached = (int64_t)32 << 20, head_bytes = rows * (a.D + a.Dv) * 2, blocks = HEED_MIN(total, units);
-    const bool even = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q && a.Sq % S::ROWS == 0;
-    const int64_t group = even ? heads : HEED_MIN(heads, HEED_MAX(1, cached / head_bytes) * a.G);
-    const tile_order order = {
-        (int)tiles, (int)heads, even, (int)group, (int)tiles_of(group * tiles, blocks), (int)(group * tiles % blocks),
-        by
-    };
+    const int blocks = (int)HEED_MIN(total, units);
+    const tile_order order = order_of<S>(a, by, rows * (a.D + a.Dv) * 2, blocks);
     return launch(forward_sm90<T, S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, order);
 }
 

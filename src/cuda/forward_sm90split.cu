@@ -270,17 +270,8 @@ template <class S> static heed_status run(const args &a, const split_tensors &sp
         status = split_map(&v, any ? split.v : split.q, S::HEAD, S::PARTS, any ? keys : a.q_rows, k_batches, S::KEYS);
     if (status)
         return status;
-    const int64_t cached = (int64_t)32 << 20, head_bytes = HEED_MAX(keys, 1) * S::D * 4;
-    const int64_t blocks = HEED_MIN(total, units);
-    const bool even = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q && a.Sq % S::ROWS == 0;
-    const int64_t group = even ? heads : HEED_MIN(heads, HEED_MAX(1, cached / head_bytes) * a.G);
-    const split_order by = { { (int)tiles,
-                               (int)heads,
-                               even,
-                               (int)group,
-                               (int)tiles_of(group * tiles, blocks),
-                               (int)(group * tiles % blocks),
-                               { 1, INT32_MAX, NULL, NULL } },
+    const int blocks = (int)HEED_MIN(total, units);
+    const split_order by = { order_of<S>(a, { 1, INT32_MAX, NULL, NULL }, keys * S::D * 4, blocks),
                              split_exact_below(a) };
     return launch(forward_sm90split<S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, split, by);
 }
