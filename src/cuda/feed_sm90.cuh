@@ -12,6 +12,7 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
     static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, STAGES = STAGES_,
                          THREADS = 128 + 128 * GROUPS;
     static constexpr bool OVERLAP = OVERLAP_, CAPPED = CAPPED_;
+    static constexpr bool HALVES = OVERLAP && KEYS > 64 && KEYS % 32 == 0; /* half a block can be taken by itself */
     static constexpr int ALIGNED = 1; /* blocks of keys begin at multiples of this */
     static_assert(GROUPS >= 2 && GROUPS <= 4, "with more the registers do not suffice");
     static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32,
@@ -71,6 +72,7 @@ template <int ROWS> struct forward_work {
     int64_t o_at, lse_at;      /* elements of o and of lse before the first row */
     int hk, first, blocks;     /* the keys that some row of the tile sees */
     int seen[4];               /* the first so many blocks are what 64 of the rows see */
+    bool half[4];              /* and of the last of these no more than half */
     int clear_from, clear_to;  /* all rows see all keys of these blocks */
     int low[ROWS], high[ROWS]; /* the keys each row sees; only where not all blocks are clear */
 };
@@ -162,12 +164,12 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
     __syncwarp();
     if (lane < S::GROUPS) {
         const int i = lane * 64, last = min(i + 64, w.rows) - 1;
-        int seen = w.blocks;
+        int halves = 2 * w.blocks;
         if (i > last)
-            seen = 0;
-        else if (w.clear_to < seen)
-            seen = (max(max(w.high[i], w.high[last]) - w.first, 0) + S::KEYS - 1) / S::KEYS;
-        w.seen[lane] = seen;
+            halves = 0;
+        else if (w.clear_to < w.blocks)
+            halves = (max(max(w.high[i], w.high[last]) - w.first, 0) + S::KEYS / 2 - 1) / (S::KEYS / 2);
+        w.seen[lane] = (halves + 1) / 2, w.half[lane] = halves % 2;
     } else if (only_now(lane) >= 30) {
         const bool o = only_now(lane) == 30;
         int64_t at = row_at(o ? a.o : a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0);

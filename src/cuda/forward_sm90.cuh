@@ -57,12 +57,12 @@ template <class T, class S> struct warpgroup {
         }
     }
 
-    /* S = Q K^T for the block in this stage. */
-    __device__ void multiply_keys(float (&s)[KEYS / 2], int stage, int parity)
+    /* S = Q K^T for the block in this stage, or its first keys. */
+    template <int N> __device__ void multiply_keys(float (&s)[N], int stage, int parity)
     {
         wait(shared_address(&sh.k_full[stage]), parity);
         wgmma_fence();
-        multiply_rows<T, D, 64, KEYS>(s, Q(), K(stage));
+        multiply_rows<T, D, 64, KEYS, 2 * N>(s, Q(), K(stage));
         wgmma_commit();
     }
 
@@ -84,6 +84,22 @@ template <class T, class S> struct warpgroup {
             release(sh.v_empty[at.at()]);
             at.next();
         }
+    }
+
+    /* P of the block that a tile begins with, or of the first keys of it: causal rows often see no more than half. */
+    template <int N>
+    __device__ void begin(uint32_t (&P)[KEYS / 16][4], row_state &x, const forward_work<S::ROWS> &w, int row, int seen,
+                          bool &unset)
+    {
+        float s[N / 2];
+        const int stage = uniform(at.at());
+        multiply_keys(s, stage, at.parity());
+        wgmma_wait<0>();
+        release(sh.k_empty[stage]);
+        if (seen == 1)
+            release(sh.q_empty[group]);
+        weigh<S>(s, x, a, w, row, seen - 1, seen - 1 < w.clear_from || seen - 1 >= w.clear_to, c, exact, unset);
+        pack_rows<T, KEYS>(P, s);
     }
 
     /* The blocks of a tile, S and O += P V one after the other: the other warpgroups keep the tensor core busy. The last
@@ -115,21 +131,14 @@ template <class T, class S> struct warpgroup {
     /* The same with the next S and the present O += P V in the tensor core together, and the exponentials of that S taken
      * under the latter. */
     __device__ void attend_overlapped(float (&O)[D / 2], uint32_t (&P)[KEYS / 16][4], row_state &x,
-                                      const forward_work<S::ROWS> &w, int row, int seen)
+                                      const forward_work<S::ROWS> &w, int row, int seen, bool half)
     {
         bool unset = true;
         const int clear_from = w.clear_from, clear_to = w.clear_to;
-        {
-            float s[KEYS / 2];
-            const int stage = uniform(at.at());
-            multiply_keys(s, stage, at.parity());
-            wgmma_wait<0>();
-            release(sh.k_empty[stage]);
-            if (seen == 1)
-                release(sh.q_empty[group]);
-            weigh<S>(s, x, a, w, row, seen - 1, seen - 1 < clear_from || seen - 1 >= clear_to, c, exact, unset);
-            pack_rows<T, KEYS>(P, s);
-        }
+        if (S::HALVES && half)
+            begin<S::HALVES ? KEYS / 2 : KEYS>(P, x, w, row, seen, unset);
+        else
+            begin<KEYS>(P, x, w, row, seen, unset);
 #pragma unroll 1
         for (int j = seen - 2; j >= 0; j--) {
             float s[KEYS / 2];
@@ -178,7 +187,7 @@ template <class T, class S> struct warpgroup {
             if (seen == 0)
                 release(sh.q_empty[group]);
             else if (S::OVERLAP)
-                attend_overlapped(O, P, x, w, row0 + lane() / 4, seen);
+                attend_overlapped(O, P, x, w, row0 + lane() / 4, seen, w.half[part]);
             else
                 attend_in_turn(O, P, x, w, row0 + lane() / 4, seen);
             bool good = conclude<S>(x, a, w, row0 + lane() / 4, order.by, divide);

@@ -52,7 +52,7 @@ template <class S> __device__ inline bool weigh_split(float (&s)[S::KEYS / 2], r
         x.l[r] *= x.factor[r];
         x.m[r] = most;
     }
-    exponentials<S>(s, x, c * LOG2E);
+    exponentials(s, x, c * LOG2E);
     return __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
 }
 

@@ -6,10 +6,10 @@
 #include "feed_sm90.cuh"
 
 /* Hides what a row does not see. A lane has two rows, r and r + 8, and of each block of 8 columns two, from n0 on. */
-template <class S> __device__ inline void hide(float (&s)[S::KEYS / 2], const forward_work<S::ROWS> &w, int row, int n0)
+template <class S, int N> __device__ inline void hide(float (&s)[N], const forward_work<S::ROWS> &w, int row, int n0)
 {
     const auto below = [&](int n) { /* how many of the lane's columns come before column n */
-                                    n = min(max(n - n0, 0), S::KEYS);
+                                    n = min(max(n - n0, 0), 2 * N);
                                     return n / 8 * 2 + min(n % 8, 2);
     };
 #pragma unroll
@@ -17,7 +17,7 @@ template <class S> __device__ inline void hide(float (&s)[S::KEYS / 2], const fo
         const int from = below(w.low[row + 8 * r]);
         const uint32_t visible = bit_mask(from, below(w.high[row + 8 * r]) - from);
 #pragma unroll
-        for (int i = 0; i < S::KEYS / 4; i++)
+        for (int i = 0; i < N / 2; i++)
             if (!(visible >> i & 1))
                 s[i / 2 * 4 + 2 * r + i % 2] = -CUDART_INF_F;
     }
@@ -44,13 +44,13 @@ struct row_state {
 /* Brings the maxima up to this block. A maximum that grew little is left: P may reach 2^8. Where c m is so large that its
  * rounding matters to an exponent, m is subtracted from S instead, which holds for this block only: unless the next one is
  * refreshed too, the sum is spoilt. */
-template <class S> __device__ inline void refresh_maxima(float (&s)[S::KEYS / 2], row_state &x, float c, bool again)
+template <int N> __device__ inline void refresh_maxima(float (&s)[N], row_state &x, float c, bool again)
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float most = s[2 * r];
 #pragma unroll
-        for (int i = 0; i < S::KEYS / 8; i++)
+        for (int i = 0; i < N / 4; i++)
             most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
         most = fmaxf(x.m[r], quad_max(most));
         if ((most - x.m[r]) * c < 8.0f)
@@ -60,7 +60,7 @@ template <class S> __device__ inline void refresh_maxima(float (&s)[S::KEYS / 2]
         x.m[r] = most, x.offset[r] = most == -CUDART_INF_F ? 0.0f : most * c;
         if (!(fabsf(x.offset[r]) < 1e7f)) {
 #pragma unroll
-            for (int i = 0; i < S::KEYS / 8; i++)
+            for (int i = 0; i < N / 4; i++)
                 s[4 * i + 2 * r] -= most, s[4 * i + 2 * r + 1] -= most;
             x.offset[r] = 0.0f;
             if (!again)
@@ -70,13 +70,13 @@ template <class S> __device__ inline void refresh_maxima(float (&s)[S::KEYS / 2]
 }
 
 /* P = 2^(c S - c m), in place. */
-template <class S> __device__ inline void exponentials(float (&s)[S::KEYS / 2], row_state &x, float c)
+template <int N> __device__ inline void exponentials(float (&s)[N], row_state &x, float c)
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float sum0 = 0.0f, sum1 = 0.0f;
 #pragma unroll
-        for (int i = 0; i < S::KEYS / 8; i++) {
+        for (int i = 0; i < N / 4; i++) {
             float *const p = &s[4 * i + 2 * r];
             p[0] = exp2_fast(fmaf(p[0], c, -x.offset[r]));
             p[1] = exp2_fast(fmaf(p[1], c, -x.offset[r]));
@@ -86,10 +86,10 @@ template <class S> __device__ inline void exponentials(float (&s)[S::KEYS / 2], 
     }
 }
 
-/* S of block j becomes P; true: O has to be multiplied with the factors. */
-template <class S>
-__device__ inline bool weigh(float (&s)[S::KEYS / 2], row_state &x, const args &a, const forward_work<S::ROWS> &w,
-                             int row, int j, bool edge, float c, bool exact, bool &unset)
+/* S of block j, or of its first half, becomes P; true: O has to be multiplied with the factors. */
+template <class S, int N>
+__device__ inline bool weigh(float (&s)[N], row_state &x, const args &a, const forward_work<S::ROWS> &w, int row, int j,
+                             bool edge, float c, bool exact, bool &unset)
 {
     const bool refresh = exact || edge || unset;
     bool grew = false;
@@ -98,11 +98,11 @@ __device__ inline bool weigh(float (&s)[S::KEYS / 2], row_state &x, const args &
     if (edge)
         hide<S>(s, w, row, w.first + j * S::KEYS + threadIdx.x % 4 * 2);
     if (refresh) {
-        refresh_maxima<S>(s, x, c, exact);
+        refresh_maxima(s, x, c, exact);
         grew = __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
         unset = __any_sync(~0u, x.m[0] == -CUDART_INF_F || x.m[1] == -CUDART_INF_F);
     }
-    exponentials<S>(s, x, c);
+    exponentials(s, x, c);
     return grew;
 }
 

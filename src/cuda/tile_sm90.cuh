@@ -32,14 +32,14 @@ __device__ inline void load_tile(uint32_t to, const tensor_map &m, int row, int 
         load_box(to + box * ROWS * 128, m.map, box * 64, row, head * m.head_on, batch * m.batch_on, barrier);
 }
 
-/* S = A B^T over D columns: 64 rows of A, out of a tile of A_ROWS, and the N rows of B's tile. */
-template <class T, int D, int A_ROWS, int N>
+/* S = A B^T over D columns: 64 rows of A, out of a tile of A_ROWS, and the first N rows of B's tile of B_ROWS. */
+template <class T, int D, int A_ROWS, int B_ROWS, int N = B_ROWS>
 __device__ inline void multiply_rows(float (&S)[N / 2], uint64_t A, uint64_t B)
 {
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
         wgmma<T, N>::template shared<0, 0>(S, on(A, k / 4 * A_ROWS * 128 + k % 4 * 32),
-                                           on(B, k / 4 * N * 128 + k % 4 * 32), k != 0);
+                                           on(B, k / 4 * B_ROWS * 128 + k % 4 * 32), k != 0);
 }
 
 /* O += P V, or O = P V with keep = 0: P [64][K] packed in registers, V a tile of K rows (named with its box bytes) and
@@ -52,12 +52,12 @@ __device__ inline void multiply_columns(float (&O)[N / 2], const uint32_t (&P)[K
         wgmma<T, N>::template registers<1>(O, P[k], on(V, k * 2048), k == 0 ? keep : 1);
 }
 
-/* A result as the A operand of the next product. */
-template <class T, int K> __device__ inline void pack_rows(uint32_t (&P)[K / 16][4], const float (&S)[K / 2])
+/* A result as the A operand of the next product; zeros where it has fewer columns. */
+template <class T, int K, int N> __device__ inline void pack_rows(uint32_t (&P)[K / 16][4], const float (&S)[N])
 {
 #pragma unroll
     for (int i = 0; i < K / 4; i++)
-        P[i / 4][i % 4] = pack<T>(S[2 * i], S[2 * i + 1]);
+        P[i / 4][i % 4] = 2 * i < N ? pack<T>(S[2 * i % N], S[(2 * i + 1) % N]) : 0;
 }
 
 /* Over the four lanes that share a row. */
