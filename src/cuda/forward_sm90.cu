@@ -20,19 +20,19 @@ template <class T> static heed_status run(const args &a, const key_parts &by, in
                  : width <= 96 && brief ? forward_sm90_launch<T, forward_shape<96, 4, 64, 2, false>>
                  : width <= 96          ? forward_sm90_launch<T, forward_shape<96, 3, 96, 2, true>>
                  : width <= 128         ? forward_sm90_launch<T, forward_shape<128, 2, 128, 2, true>>
-                 : width <= 192         ? forward_sm90_launch<T, forward_shape<192, 2, 96, 2, true>>
+                 : width <= 192         ? forward_sm90_launch<T, forward_shape<192, 2, 64, 2, true>>
                                         : forward_sm90_launch<T, forward_shape<256, 2, 64, 2, true>>;
     return launch(a, by, units, x);
 }
 
-/* Few rows and many keys are taken in parts, so that a small batch fills the device. Parts are whole blocks of 64, 96 and 112
+/* Few rows and many keys are taken in parts, so that a small batch fills the device. Parts are whole blocks of 64 and 128
  * keys; the more rows, the more a part costs, and the longer it is. */
 static key_parts parts_of(const heed_problem *p)
 {
-    const int64_t keys = p->Sk / HEED_MAX(p->a.key_stride, 1), part = p->Sq <= 64 ? 1344 : 8064;
+    const int64_t keys = tiles_of(p->Sk, HEED_MAX(p->a.key_stride, 1)), part = p->Sq <= 64 ? 1024 : 8192;
     if (p->Sq > 1024 || keys < 2 * part || p->a.offsets_q || p->a.offsets_k)
         return { 1, INT32_MAX, NULL, NULL };
-    return { (int)(keys / part + 1), (int)part, NULL, NULL };
+    return { (int)tiles_of(keys, part), (int)part, NULL, NULL };
 }
 
 static int64_t part_rows(const heed_problem *p) { return p->B * p->Hq * p->Sq; }
@@ -57,5 +57,5 @@ heed_status heed_forward_sm90(const heed_problem *p, const heed_plan *plan, cons
         by.lse = by.o + by.count * part_rows(p) * a.Dv;
     }
     heed_status status = a.q.dtype == HEED_F16 ? run<__half>(a, by, units, x) : run<__nv_bfloat16>(a, by, units, x);
-    return status || by.count == 1 ? status : heed_cuda_merge_parts(a, by.count, by.o, by.lse, x);
+    return status || by.count == 1 ? status : heed_cuda_merge_parts(a, by.count, by.o, by.lse, plan, x);
 }

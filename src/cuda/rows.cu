@@ -116,43 +116,53 @@ __global__ void merge_rows(const __grid_constant__ view o, const __grid_constant
         store(lse, lse_at, (float)(m + log(w + w2)));
 }
 
-/* One warp for each row. The parts are summed in their order. */
+/* One warp for 32 columns of a row. The parts are summed in their order, and asked for many at a time: there may be few
+ * rows, and nothing to do meanwhile. */
 __global__ void merge_parts(const __grid_constant__ args a, rows_shape n, int parts, const float *o, const float *lse)
 {
-    const int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, chunks = (n.width + 31) / 32;
+    const int64_t warp = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, row = warp / chunks;
+    const int c = (int)(warp % chunks) * 32 + lane, own = min(c, n.width - 1);
+    wait_for_last();
     if (row >= n.count)
         return;
     const int i = (int)(row % n.rows), h = (int)(row / n.rows % n.heads);
     const span s = span_of(a, (int)(row / n.rows / n.heads));
     if (i >= s.rows)
         return;
-    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, h, 0)) : -CUDART_INF_F;
-    float m = -CUDART_INF_F, sum = 0.0f;
-    for (int part = 0; part < parts; part++)
+    float m = -CUDART_INF_F, sum = 0.0f, x = 0.0f;
+    for (int part = lane; part < parts; part += 32)
         m = fmaxf(m, lse[part * n.count + row]);
+    for (int other = 16; other; other /= 2)
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
     const bool seen = m != -CUDART_INF_F;
+    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, h, 0)) : -CUDART_INF_F;
     m = fmaxf(m, sink);
-    for (int part = 0; seen && part < parts; part++)
-        sum += expf(lse[part * n.count + row] - m);
-    sum += seen ? expf(sink - m) : 0.0f;
-    const int64_t o_at = row_at(a.o, s.q_batch, h, s.q_row + i);
-    for (int c = threadIdx.x % 32; c < n.width; c += 32) {
-        float x = 0.0f;
-        for (int part = 0; seen && part < parts; part++) {
-            const float w = expf(lse[part * n.count + row] - m);
-            if (w != 0.0f)
-                x += w * o[(part * n.count + row) * n.width + c];
+    for (int first = 0; seen && first < parts; first += 32) {
+        const float w = first + lane < parts ? expf(lse[(first + lane) * n.count + row] - m) : 0.0f;
+        sum += w;
+        const float *const at = o + (first * n.count + row) * n.width + own;
+#pragma unroll 16
+        for (int k = 0; k < min(32, parts - first); k++) {
+            const float weight = __shfl_sync(~0u, w, k), value = at[k * n.count * n.width];
+            x += weight == 0.0f ? 0.0f : weight * value;
         }
-        store(a.o, o_at + c * a.o.stride[3], seen ? x / sum : 0.0f);
     }
-    if (a.lse.data && threadIdx.x % 32 == 0)
+    for (int other = 16; other; other /= 2)
+        sum += __shfl_xor_sync(~0u, sum, other);
+    sum += seen ? expf(sink - m) : 0.0f;
+    if (c < n.width)
+        store(a.o, row_at(a.o, s.q_batch, h, s.q_row + i) + c * a.o.stride[3], seen ? x / sum : 0.0f);
+    if (a.lse.data && c == 0)
         store(a.lse, row_at(a.lse, s.q_batch, h, s.q_row + i), seen ? m + logf(sum) : -CUDART_INF_F);
 }
 
-heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, const float *lse, const heed_exec *x)
+heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, const float *lse, const heed_plan *plan,
+                                  const heed_exec *x)
 {
     rows_shape n = { a.Hq, a.Sq, (int64_t)a.B * a.Hq * a.Sq, a.Dv };
-    return launch(merge_parts, tiles_of(n.count, WARPS), 32 * WARPS, 0, x, a, n, parts, o, lse);
+    const int64_t blocks = tiles_of(n.count * tiles_of(n.width, 32), WARPS);
+    return launch_early(merge_parts, dim3((unsigned)blocks), dim3(32 * WARPS), 0, plan, x, a, n, parts, o, lse);
 }
 
 /* ---- The sink's gradient ----------------------------------------------------------------------------------------- */
