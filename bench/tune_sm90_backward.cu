@@ -36,9 +36,9 @@ static const variant variants[] = {
     DKV(128, 1, 4, 4),
     ALL(64, 2, 4, 4, EARLY | EXACT | AHEAD | OWNER, 3),
     ALL(64, 2, 4, 4, EARLY | EXACT | AHEAD, 3),
-    ALL(96, 1, 2, 2, EARLY | AHEAD | OWNER, 4),
-    ALL(96, 1, 2, 2, EARLY | AHEAD, 4),
-    ALL(128, 1, 2, 2, 0, 4),
+    ALL(96, 1, 2, 2, EARLY | AHEAD | OWNER, 3),
+    ALL(96, 1, 2, 2, EARLY | AHEAD, 3),
+    ALL(128, 1, 2, 2, 0, 3),
 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

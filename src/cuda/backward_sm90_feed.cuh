@@ -149,6 +149,7 @@ struct backward_shape {
                                 : CONSUMERS == 2 ? 240
                                                  : 160;
     static constexpr int STAGED = D <= 64 ? 2 : 1;
+    static constexpr int WORKS = ADDS ? 2 : SLOTS;         /* pieces of work that are known at a time */
     static constexpr int STEP = ADDS ? -COLUMNS : COLUMNS; /* see column_at() */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
 };
@@ -161,9 +162,9 @@ template <class C> struct backward_shared {
     float4 stage[C::STAGED][C::ADDS ? COLUMNS * C::D / 4 : 1];  /* tiles of dQ on their way to the sums */
     uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
     float L[C::KEYS ? C::FIRST : 1][COLUMNS], delta[C::KEYS ? C::SECOND : 1][COLUMNS]; /* of the tiles in the rings */
-    int2 range[C::SLOTS][C::ROWS]; /* of the columns that an own row sees */
-    piece work[C::SLOTS];
-    uint64_t described[C::SLOTS], own_full[C::SLOTS], own_free[C::SLOTS];
+    int2 range[C::WORKS][C::ROWS]; /* of the columns that an own row sees */
+    piece work[C::WORKS];
+    uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
     uint64_t staged[2], stage_free[2]; /* of even and odd tiles */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
@@ -174,9 +175,10 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::SLOTS; i++) {
             barrier_init(shared_address(&s.own_full[i]), 32);
-            barrier_init(shared_address(&s.described[i]), 32);
             barrier_init(shared_address(&s.own_free[i]), 4 * (C::CONSUMERS + C::OWNERS) + (C::KEYS ? 3 : 2));
         }
+        for (int i = 0; i < C::WORKS; i++)
+            barrier_init(shared_address(&s.described[i]), 32);
         for (int i = 0; i < C::FIRST; i++) {
             barrier_init(shared_address(&s.first_full[i]), C::KEYS ? 33 : 1);
             barrier_init(shared_address(&s.first_free[i]), 4 * C::CONSUMERS);
@@ -244,7 +246,8 @@ __device__ inline void ask_for_own(const backward_job &p, backward_shared<C> &s,
     const piece &w = s.work[slot];
     arrive_expecting(barrier, 2 * C::OWN_BYTES);
     for (int i = 0; i < 2; i++)
-        load_tile<C::D, C::ROWS>(shared_address(s.own[slot][i]), p.own[i], w.memory_row, w.head, w.batch, barrier);
+        load_tile<C::D, C::ROWS>(shared_address(s.own[slot % C::SLOTS][i]), p.own[i], w.memory_row, w.head, w.batch,
+                                 barrier);
 }
 
 /* Brings keys of which only so many belong to the sequence. Where their dS is summed, the others must not be there. */
@@ -257,87 +260,108 @@ __device__ inline void bring_some_keys(const backward_job &p, backward_shared<C>
         ask_for_own(p, s, slot, barrier);
     wait(barrier, landed);
     landed ^= 1;
-    clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot][0], w.rows);
-    clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot][1], w.rows);
+    clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][0], w.rows);
+    clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][1], w.rows);
     fence_async();
-    arrive(shared_address(&s.own_full[slot]));
+    arrive(shared_address(&s.own_full[slot % C::SLOTS]));
+}
+
+/* Until piece n's own tile may be overwritten, or work that is done with the piece before may be counted as done. */
+template <class C> __device__ inline void wait_own_free(backward_shared<C> &s, int n)
+{
+    wait(shared_address(&s.own_free[n % C::SLOTS]), n / C::SLOTS & 1 ^ 1);
 }
 
 /* Where the columns are queries: L and delta of each that a piece of work meets, asked for before there is room for
- * them. The copy engine would want them at multiples of 16 bytes. */
+ * them; up to so many more tiles, from `step` of head h on. The copy engine would want them at multiples of 16 bytes. */
 template <class C>
-__device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s, const piece &w, int &tile)
+__device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s, const piece &w, int &h, int &step,
+                                   int &tile, int more)
 {
-    const args &a = p.a;
     const int lane = threadIdx.x % 32;
     const auto bring = [&](float *to, float x, float y, uint64_t *full) {
         to[lane] = x, to[lane + 32] = y;
         arrive(shared_address(full));
     };
-    for (int h = w.head * a.G; h < w.head * a.G + a.G; h++) {
-        const int64_t at = ((int64_t)w.other_batch * a.Hq + h) * p.pitch + w.other_row + lane;
-        for (int step = 0; step < w.tiles; step++, tile++) {
-            const int column = column_at<C>(w, step);
-            const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
-            const float *L = p.L + at + column, *delta = p.delta + at + column;
-            const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
-            const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
-            wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
-            bring(s.L[first], L0, L1, &s.first_full[first]);
-            wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
-            bring(s.delta[second], delta0, delta1, &s.second_full[second]);
-        }
+    for (; h < p.a.G && more; more--, tile++) {
+        const int column = column_at<C>(w, step), row = w.other_row + column + lane;
+        const int64_t at = ((int64_t)w.other_batch * p.a.Hq + w.head * p.a.G + h) * p.pitch + row;
+        const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
+        const float *L = p.L + at, *delta = p.delta + at;
+        const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
+        const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
+        wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
+        bring(s.L[first], L0, L1, &s.first_full[first]);
+        wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
+        bring(s.delta[second], delta0, delta1, &s.second_full[second]);
+        if (++step == w.tiles)
+            step = 0, h++;
     }
 }
 
+/* Says what piece n is: `at` in the table, tile `tile` of its sequence. */
+template <class C>
+__device__ inline void describe_piece(const backward_job &p, backward_shared<C> &s, int n, int at, int head, int tile)
+{
+    const int slot = n % C::WORKS, lane = threadIdx.x % 32;
+    piece &w = s.work[slot];
+    static_assert(sizeof(piece) <= 32 * sizeof(int), "one number a lane");
+    if (lane < sizeof(piece) / sizeof(int))
+        ((int *)&w)[lane] = ((const int *)&p.pieces[at])[lane];
+#pragma unroll 2 /* there are few registers */
+    for (int r = lane; r < C::ROWS; r += 32)
+        s.range[slot][r] = p.ranges[(int64_t)at * C::ROWS + r];
+    __syncwarp();
+    if (lane == 0) {
+        w.head = head;
+        if (C::ADDS)
+            w.alone = tile && p.pieces[at - 1].tiles ? p.pieces[at - 1].start / COLUMNS + p.pieces[at - 1].tiles : 0;
+    }
+    __syncwarp();
+    arrive(shared_address(&s.described[slot]));
+}
+
 /* The first producer warp: takes pieces of work and brings their own tiles. Where dQ is summed, the terms, too, before it
- * takes the next: who takes early and starts late would keep others waiting for their turn. */
+ * takes the next: who takes early and starts late would keep others waiting for their turn. If there is room for one own
+ * tile only, the first columns of the next piece arrive while it is still in use. */
 template <class C> __device__ inline void bring_own(const backward_job &p, backward_shared<C> &s)
 {
+    constexpr bool AHEAD_OF_OWN = C::WORKS > C::SLOTS;
     const int lane = threadIdx.x % 32;
-    const bool cuts = C::ADDS && (p.a.lengths_k || p.a.offsets_k);
     for (int n = 0, landed = 0, met = 0;;) {
-        const int slot = n % C::SLOTS;
+        const int slot = n % C::WORKS;
         piece &w = s.work[slot];
+        const uint32_t full = shared_address(&s.own_full[n % C::SLOTS]);
         const int number = uniform(lane ? 0 : atomicAdd(p.counter, 1));
-        wait(shared_address(&s.own_free[slot]), n / C::SLOTS & 1 ^ 1);
+        if (!AHEAD_OF_OWN)
+            wait_own_free(s, n);
         if (number >= p.count) {
             if (lane == 0)
                 w.exists = 0;
             arrive(shared_address(&s.described[slot]));
-            arrive(shared_address(&s.own_full[slot]));
+            if (AHEAD_OF_OWN)
+                wait_own_free(s, n);
+            arrive(full);
             return;
         }
         int b, head, tile;
         find_piece<C>(p, number, b, head, tile);
         if (tile * C::ROWS >= p.lengths[b])
             continue;
-        const int at = piece_at(p.a, C::KEYS, C::ROWS, b, tile);
-        static_assert(sizeof(piece) <= 32 * sizeof(int), "one number a lane");
-        if (lane < sizeof(piece) / sizeof(int))
-            ((int *)&w)[lane] = ((const int *)&p.pieces[at])[lane];
-#pragma unroll 2 /* there are few registers */
-        for (int r = lane; r < C::ROWS; r += 32)
-            s.range[slot][r] = p.ranges[(int64_t)at * C::ROWS + r];
-        __syncwarp();
-        const bool some = cuts && w.rows < C::ROWS;
-        if (lane == 0) {
-            w.head = head;
-            if (C::ADDS)
-                w.alone = tile && p.pieces[at - 1].tiles ? p.pieces[at - 1].start / COLUMNS + p.pieces[at - 1].tiles
-                                                         : 0;
+        describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head, tile);
+        int h = w.tiles ? 0 : p.a.G, step = 0;
+        if (AHEAD_OF_OWN) {
+            bring_terms<C>(p, s, w, h, step, met, C::FIRST < C::SECOND ? C::FIRST : C::SECOND);
+            wait_own_free(s, n);
         }
-        arrive(shared_address(&s.described[slot]));
-        if (some)
+        if (C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS)
             bring_some_keys(p, s, slot, landed);
         else if (lane == 0)
-            ask_for_own(p, s, slot, shared_address(&s.own_full[slot]));
+            ask_for_own(p, s, slot, full);
         else
-            arrive(shared_address(&s.own_full[slot]));
-        if (C::ADDS) {
-            __syncwarp();
-            bring_terms<C>(p, s, w, met);
-        }
+            arrive(full);
+        if (C::ADDS)
+            bring_terms<C>(p, s, w, h, step, met, -1);
         n++;
     }
 }
@@ -375,9 +399,9 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
     const bool cuts = C::KEYS ? a.lengths_q || a.offsets_q : a.lengths_k || a.offsets_k;
     int landed = 0;
     for (int n = 0, tile = 0;; n++) {
-        const int slot = n % C::SLOTS;
+        const int slot = n % C::WORKS;
         const piece &w = s.work[slot];
-        wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
+        wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
         const int head = C::KEYS ? w.head * a.G : w.head / a.G, heads = C::KEYS ? a.G : 1;
@@ -388,9 +412,10 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
                 if (C::ADDS)
                     bring_tile<C, 1>(p, s, w, h, column, tile, live, landed);
             }
+        wait_own_free(s, n);
         __syncwarp();
         if (threadIdx.x % 32 == 0)
-            arrive(shared_address(&s.own_free[slot]));
+            arrive(shared_address(&s.own_free[n % C::SLOTS]));
     }
 }
 
@@ -403,7 +428,8 @@ template <class C> __device__ inline void bring_all_terms(const backward_job &p,
         wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
         if (!w.exists)
             return;
-        bring_terms<C>(p, s, w, tile);
+        int h = w.tiles ? 0 : p.a.G, step = 0;
+        bring_terms<C>(p, s, w, h, step, tile, -1);
         __syncwarp();
         if (threadIdx.x % 32 == 0)
             arrive(shared_address(&s.own_free[slot]));
@@ -419,9 +445,9 @@ template <class C> __device__ inline void keep_turns(const backward_job &p, back
     if (threadIdx.x % 32)
         return;
     for (int n = 0, tile = 0;; n++) {
-        const int slot = n % C::SLOTS;
+        const int slot = n % C::WORKS;
         const piece &w = s.work[slot];
-        wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
+        wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
         for (int h = w.head * p.a.G; h < w.head * p.a.G + p.a.G; h++)
@@ -450,7 +476,8 @@ template <class C> __device__ inline void keep_turns(const backward_job &p, back
                 fence_async_global();
                 pass_turn(turn, w.tile + 1);
             }
-        arrive(shared_address(&s.own_free[slot]));
+        wait_own_free(s, n);
+        arrive(shared_address(&s.own_free[n % C::SLOTS]));
     }
 }
 

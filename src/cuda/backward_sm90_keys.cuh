@@ -14,7 +14,7 @@ template <class C> struct key_group {
     float dK[C::D / 2], dV[C::D / 2], S[COLUMNS / 2];
     uint32_t dS[COLUMNS / 16][4];
     uint64_t K, V;
-    int slot, head, column; /* column: the first of the tile to come */
+    int slot, head, column; /* slot: of the work; column: the first of the tile to come */
     int first;              /* column of the head's first tile */
     int inside, outside;
     bool plain; /* is the tile to come */
@@ -31,7 +31,7 @@ __device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backwa
 {
     const piece &w = s.work[x.slot];
     if (!C::OWNERS && x.column < w.start + (w.tiles - 1) * COLUMNS && (tile - 1) % 2 == GROUP)
-        sum_queries<T, C>(s, x.slot, tile - 1);
+        sum_queries<T, C>(s, x.slot % C::SLOTS, tile - 1);
 }
 
 /* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
@@ -168,7 +168,7 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s)
     const args &a = p.a;
     for (int n = 0, tile = 0;; n++) {
         const int slot = n % C::SLOTS;
-        const piece &w = s.work[slot];
+        const piece &w = s.work[n % C::WORKS];
         wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
         if (!uniform(w.exists))
             break;
@@ -176,7 +176,7 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s)
         clear(x.dK), clear(x.dV);
         x.K = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
         x.V = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
-        x.slot = slot, x.inside = uniform(w.inside[GROUP]), x.outside = uniform(w.outside[GROUP]);
+        x.slot = n % C::WORKS, x.inside = uniform(w.inside[GROUP]), x.outside = uniform(w.outside[GROUP]);
         const int heads = uniform(w.head * a.G);
         for (x.head = heads; heads + a.G > x.head; x.head++)
             tile = meet_head<T, C, CAPPED, GROUP>(p, x, s, tile);

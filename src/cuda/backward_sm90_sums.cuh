@@ -76,7 +76,7 @@ template <class T, class C> __device__ inline void own_queries(const backward_jo
 {
     for (int n = 0, tile = 0;; n++) {
         const int slot = n % C::SLOTS;
-        const piece &w = s.work[slot];
+        const piece &w = s.work[n % C::WORKS];
         wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
         if (!uniform(w.exists))
             return;
