@@ -110,6 +110,24 @@ TEST(biases_broadcast_in_every_dimension_and_either_type)
         }
 }
 
+/* Kernels may begin with such a bias where others copy it first: rows that start at multiples of 16 bytes, of eight keys
+ * each time, for scales that are powers of two and others. */
+TEST(a_bias_of_aligned_rows_is_like_any_other)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 8; n++) {
+            test_case c = case_new(&kernel, (case_shape){
+                                                .B = 1, .Hq = 2, .Hk = 1, .Sq = 70, .Sk = 136, .D = n & 1 ? 128 : 64 });
+            case_bias(&c, n & 2 || kernel.dtype == HEED_F64 ? kernel.dtype : HEED_F32, 1, 2, 70, 136);
+            c.a.causal = n & 4 ? 1 : 0;
+            for (int64_t m = 0; n & 4 && m < 70 * 136; m++)
+                if (one_in(5))
+                    set(&c.a.bias, 0, m % 2, m / 136, m % 136, -INFINITY);
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 /* heed.h: "bias ... -inf is allowed". It hides the key, for a whole row too. */
 TEST(a_bias_of_minus_infinity_hides_the_key)
 {
@@ -232,6 +250,7 @@ int main(void)
         cmocka_unit_test(a_key_stride_is_attention_to_sliced_keys),
         cmocka_unit_test(masks_broadcast_in_every_dimension),
         cmocka_unit_test(biases_broadcast_in_every_dimension_and_either_type),
+        cmocka_unit_test(a_bias_of_aligned_rows_is_like_any_other),
         cmocka_unit_test(a_bias_of_minus_infinity_hides_the_key),
         cmocka_unit_test(slopes_may_differ_by_batch_and_head),
         cmocka_unit_test(softcap_bounds_the_scores),

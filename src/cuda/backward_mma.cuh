@@ -7,7 +7,7 @@
  * of a left operand: neither ever leaves the lanes that computed it. What a kernel meets is copied two tiles deep. At
  * D = 256 the registers of a warp hold dK or dV of its 16 keys, not both: then there is a kernel for each.
  *
- * A Chip says how many rows and columns to take at once, SCORES what is needed beyond scale and band (tile_mma.cuh). */
+ * A Chip says how many rows and columns to take at once, SCORES what is needed beyond scale and band (scores_mma.cuh). */
 #ifndef HEED_CUDA_BACKWARD_MMA_CUH
 #define HEED_CUDA_BACKWARD_MMA_CUH
 
@@ -37,15 +37,20 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     dq_mma(const __grid_constant__ args a, const float2 *__restrict__ facts, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
+    if (!SCORES_RUN_HERE(SCORES))
+        return;
     typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
     typedef typename shared::extras extras;
-    constexpr bool DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
+    constexpr bool COPIES = copies_scores(SCORES),
+                   DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BR = shared::BR, BC = shared::BC, NT = BC / 8, SLOTS = Tiles::SLOTS;
     constexpr int THREADS = Tiles::THREADS;
-    typedef query_major<MT, NT, T> own_tile;
+    typedef near_order<BC, SCORES == PLAIN> order_of_keys;
+    typedef query_major<MT, NT, T, order_of_keys::NEAR> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared *)memory;
+    const char **bias = bias_rows(s.tiles);
     const uint32_t sQ = shared_address(s.Q), sdO = shared_address(s.dO);
     constexpr uint32_t TILE = BC * D * 2;
     const uint32_t sK = shared_address(s.K), sV = shared_address(s.V);
@@ -73,19 +78,21 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                                   a.d_o.stride[2] * 2, rows, a.Dv);
         n0 = first, more = first < last;
         if (more) {
-            copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, n0, here.keys, a.D);
-            copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, n0, here.keys, a.Dv);
+            copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, n0, here.keys, a.D, order_of_keys());
+            copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, n0, here.keys, a.Dv, order_of_keys());
         }
+        commit_copies();
         score_source from;
-        if (SCORES != PLAIN) {
+        if (COPIES) {
             from = score_source_of(a, head_of(a, here, h));
             if (more)
                 copy_own_scores(here, from, i0, n0);
+            commit_copies();
         }
         if (threadIdx.x == 0) {
             s.sequence = here;
             s.of = head_of(a, here, h);
-            if (SCORES != PLAIN)
+            if (COPIES)
                 s.from = from;
             s.k = k, s.v = v;
             s.i0 = i0, s.last = last, s.inside = inside, s.outside = outside;
@@ -93,33 +100,47 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         if (threadIdx.x < BR) {
             const int row = min((int)threadIdx.x, rows - 1);
             const float2 f = facts[((int64_t)here.q_batch * a.Hq + h) * a.q_rows + here.q_row + i0 + row];
-            s.L[threadIdx.x] = log2_of<SCORES == GENERAL>(f.x), s.delta[threadIdx.x] = f.y;
+            s.L[threadIdx.x] = term_of<SCORES>(f.x, a), s.delta[threadIdx.x] = f.y;
             band_of_row(a, here, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
+            if (SCORES == BIASED)
+                bias[threadIdx.x] = bias_row(a, here, h, i0 + row);
         }
     }
-    commit_copies();
     const span &q = s.sequence;
     const head &x = s.of;
     float dQ[MT][D / 8][4];
     clear(dQ);
-    const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
+    const float c = SCORES == GENERAL ? LOG2E : SCORES == BIASED ? rest_of(a.scale) * LOG2E : a.scale_log2;
+    if (SCORES == BIASED) {
+        wait_copies<0>();
+        __syncthreads();
+        scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
+    }
 
+    constexpr bool LATER = COPIES && SLOTS == 2; /* mask and bias may take longer than keys */
+    auto wait_for_own_scores = [&] {
+        if (LATER) {
+            wait_copies<1>();
+            __syncwarp();
+        }
+    };
     auto copy_next = [&](int slot) {
         if (more) {
-            copy_keys<D, BC, THREADS>(sK + slot * TILE, a, q, a.k, s.k, x.hk, n0 + BC, q.keys, a.D);
-            copy_keys<D, BC, THREADS>(sV + slot * TILE, a, q, a.v, s.v, x.hk, n0 + BC, q.keys, a.Dv);
+            copy_keys<D, BC, THREADS>(sK + slot * TILE, a, q, a.k, s.k, x.hk, n0 + BC, q.keys, a.D, order_of_keys());
+            copy_keys<D, BC, THREADS>(sV + slot * TILE, a, q, a.v, s.v, x.hk, n0 + BC, q.keys, a.Dv, order_of_keys());
         }
         commit_copies();
     };
     for (int slot = 0; more; slot ^= SLOTS - 1, n0 += BC) {
-        wait_copies<0>();
+        wait_copies<LATER>();
         __syncthreads(); /* this tile is here, and the one before no longer needed */
         more = n0 + BC < s.last;
         if (SLOTS == 2)
             copy_next(slot ^ 1);
         float S[MT][NT][4], dP[MT][NT][4];
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
-        own_tile t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
+        const int column0 = lane % 4 * order_of_keys::NEAR;
+        own_tile t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + column0, row0 + lane / 4 };
         own_tile dt = { dP, s.low, s.high, t.i0, t.n0, t.row0 };
         kept_bits<own_tile> kept;
         if (DROPS && a.drop_below)
@@ -129,27 +150,38 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); /* dP = dO V^T */
             clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0); /* S  = Q K^T */
-            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
+            wait_for_own_scores();
+            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
             score_and_differentiate(
                 t, dt, kept, a, q, x, whole, [&](int r) { return s.L[t.row0 + own_tile::down(r)]; },
                 [&](int r) { return s.delta[t.row0 + own_tile::down(r)]; });
         } else {
-            clear(S);
+            if (SCORES == BIASED) {
+                if (more)
+                    prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
+                begin_with_bias(t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; });
+                clear(dP);
+                multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); /* in the meantime */
+            } else
+                clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
-            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
-            if constexpr (SCORES == UNBIASED)
+            if constexpr (SCORES == UNBIASED) {
+                wait_for_own_scores();
+                point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
                 score_unscaled<false>(t, a, q, x, whole);
-            else if (!whole)
+            } else if (!whole)
                 hide_outside_band(t);
 #pragma unroll
             for (int r = 0; r < 2 * MT; r++) {
                 const float L = s.L[t.row0 + own_tile::down(r)];
 #pragma unroll
                 for (int e = 0; e < 2 * NT; e++)
-                    t.at(r, e) = probability<false>(t.at(r, e), c, L);
+                    t.at(r, e) = probability<SCORES == BIASED>(t.at(r, e), c, L);
             }
-            clear(dP);
-            multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0);
+            if (SCORES != BIASED) {
+                clear(dP);
+                multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0);
+            }
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);
 #pragma unroll
@@ -160,9 +192,10 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                     dt.at(r, e) = t.at(r, e) * (dt.at(r, e) - delta);
             }
         }
-        if (SCORES != PLAIN && more) {
+        if (COPIES) {
             __syncwarp();
-            copy_own_scores(q, s.from, s.i0, n0 + BC);
+            if (more)
+                copy_own_scores(q, s.from, s.i0, n0 + BC);
             commit_copies();
         }
         multiply_tile<T, D>(dQ, dP, sK + slot * TILE); /* dQ += dS K */
@@ -190,12 +223,12 @@ template <int D, class Tiles> struct shared_dkv {
     float2 facts[SLOTS][BQ];
     int low[SLOTS][BQ], high[SLOTS][BQ];
     span sequence;
-    head of[SLOTS]; /* of the queries in either slot */
-    score_source from[SLOTS];
+    head of[SLOTS];                   /* of the queries in either slot */
+    score_source from;                /* of head 0 */
     int n0, hk;                       /* the first key, and its head */
     int first, last, inside, outside; /* rows that see some key of the tile, and those that see all */
     typedef score_tiles<BQ, BN, true> extras;
-    __align__(16) char tiles[16]; /* of mask and bias: as many bytes as they need */
+    __align__(16) char tiles[16]; /* of mask and bias, for each slot: as many bytes as they need */
 };
 
 /* Starts the copies of queries i0 .. + BQ of head h into a slot, and says what the tile has to know of them. */
@@ -216,10 +249,10 @@ __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int 
         if (!whole)
             band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[slot][threadIdx.x],
                         s.high[slot][threadIdx.x]);
-    } else if (threadIdx.x == BQ && SCORES != PLAIN) {
+        if (SCORES == BIASED)
+            bias_rows(s.tiles)[slot * BQ + threadIdx.x] = bias_row(a, q, h, i0 + threadIdx.x);
+    } else if (threadIdx.x == BQ && copies_scores(SCORES))
         s.of[slot] = head_of(a, q, h);
-        s.from[slot] = score_source_of(a, s.of[slot]);
-    }
 }
 
 template <class T, int D, int SCORES, int WHICH, class Chip>
@@ -228,10 +261,13 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     dkv_mma(const __grid_constant__ args a, const float2 *__restrict__ facts, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
+    if (!SCORES_RUN_HERE(SCORES))
+        return;
     typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
     typedef typename shared::extras extras;
-    constexpr bool DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
+    constexpr bool COPIES = copies_scores(SCORES),
+                   DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BN = shared::BN, BQ = shared::BQ, NT = BQ / 8, SLOTS = Tiles::SLOTS;
     constexpr int THREADS = Tiles::THREADS;
     typedef key_major<MT, NT, BN, T> own_tile;
@@ -241,6 +277,14 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
     int i0, h; /* the first of the queries that come next, and their head */
     bool more;
+    auto meet_next = [&](int slot, const span &q, const score_source &from, int n0, bool whole) {
+        meet_queries<SCORES>(s, q, slot, a, facts, h, i0, whole);
+        if (SCORES == BIASED)
+            prefetch_bias<BQ, BN, THREADS>(threadIdx.x, a, n0, [&](int r) { return bias_row(a, q, h, i0 + r); });
+        if (COPIES)
+            copy_mask_and_bias<SCORES, extras, BQ, THREADS>(threadIdx.x, s.tiles + slot * extras::bytes(a, SCORES), 0,
+                                                            a, q, at_head(from, a, h), i0, n0);
+    };
     { /* the first copies start before anything is shared: each thread finds out for itself */
         int b, hk;
         const int n0 = order.find(b, hk) * BN;
@@ -257,10 +301,15 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         const int inside = max(first, first_of_end), outside = min(last, last_of_end);
         first = min(first, first_of_end), last = max(last, last_of_end);
         i0 = first, h = hk * a.G, more = first < last;
+        score_source from;
+        if (COPIES)
+            from = score_source_of(a, head_of(a, here, 0));
         if (more)
-            meet_queries<SCORES>(s, here, 0, a, facts, h, i0, i0 >= inside && min(i0 + BQ, here.rows) <= outside);
+            meet_next(0, here, from, n0, i0 >= inside && min(i0 + BQ, here.rows) <= outside);
         if (threadIdx.x == 0) {
             s.sequence = here;
+            if (COPIES)
+                s.from = from;
             s.n0 = n0, s.hk = hk;
             s.first = first, s.last = last, s.inside = inside, s.outside = outside;
         }
@@ -272,7 +321,12 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     float dK[MT][D / 8][4], dV[MT][D / 8][4];
     clear(dK);
     clear(dV);
-    const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
+    const float c = SCORES == GENERAL ? LOG2E : SCORES == BIASED ? rest_of(a.scale) * LOG2E : a.scale_log2;
+    if (SCORES == BIASED) {
+        wait_copies<0>();
+        __syncthreads();
+        scale_own<T, sizeof s.K, THREADS>(s.K, power_in(a.scale));
+    }
     for (int slot = 0; more; slot ^= SLOTS - 1) {
         wait_copies<0>();
         __syncthreads(); /* this tile is here, and the one before no longer needed */
@@ -281,13 +335,9 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         if (i0 >= s.last)
             i0 = s.first, h++;
         more = h < (s.hk + 1) * a.G;
-        if (SCORES != PLAIN) {
-            copy_mask_and_bias<SCORES, extras, BQ, THREADS>(threadIdx.x, s.tiles, 0, a, q, s.from[slot], i, s.n0);
-            commit_copies();
-        }
         if (SLOTS == 2) {
             if (more)
-                meet_queries<SCORES>(s, q, slot ^ 1, a, facts, h, i0, all_see_all(i0));
+                meet_next(slot ^ 1, q, s.from, s.n0, all_see_all(i0));
             commit_copies();
         }
         const uint32_t sQ = shared_address(s.Q[slot]), sdO = shared_address(s.dO[slot]);
@@ -308,17 +358,23 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                 multiply_rows<T, D>(dP, sV, row0, sdO, 0); /* dP^T = V dO^T */
             clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, 0); /* S^T = K Q^T */
-            wait_for_extras<SLOTS>(a);
-            point_at_tiles<SCORES, extras>(t, s.tiles, a, t.column0, row0 + lane / 4 * (2 * MT));
+            point_at_tiles<SCORES, extras>(t, s.tiles + slot * extras::bytes(a, SCORES), a, t.column0,
+                                           row0 + lane / 4 * (2 * MT));
             score_and_differentiate(
                 t, dt, kept, a, q, x, whole, [&](int r) { return facts_of(r).x; },
                 [&](int r) { return facts_of(r).y; });
         } else {
-            clear(S);
+            if (SCORES == BIASED) {
+                const char **rows = bias_rows(s.tiles) + slot * BQ + t.column0;
+                begin_with_bias(t, a, [&](int r) { return rows[own_tile::down(r)]; });
+                clear(dP);
+                multiply_rows<T, D>(dP, sV, row0, sdO, 0); /* in the meantime */
+            } else
+                clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, 0);
             if constexpr (SCORES == UNBIASED) {
-                wait_for_extras<SLOTS>(a);
-                point_at_tiles<SCORES, extras>(t, s.tiles, a, t.column0, row0 + lane / 4 * (2 * MT));
+                point_at_tiles<SCORES, extras>(t, s.tiles + slot * extras::bytes(a, SCORES), a, t.column0,
+                                               row0 + lane / 4 * (2 * MT));
                 score_unscaled<false>(t, a, q, x, whole);
             } else if (!whole)
                 hide_outside_band(t);
@@ -326,14 +382,15 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
 #pragma unroll
             for (int r = 0; r < 2 * NT; r++) {
                 const float2 f = facts_of(r);
-                const float L = log2_of<false>(f.x);
+                const float L = term_of<SCORES>(f.x, a);
                 delta[r] = f.y;
 #pragma unroll
                 for (int e = 0; e < 2 * MT; e++)
-                    t.at(r, e) = probability<false>(t.at(r, e), c, L);
+                    t.at(r, e) = probability<SCORES == BIASED>(t.at(r, e), c, L);
             }
-            clear(dP);
-            if (WHICH & ONLY_DK)
+            if (SCORES != BIASED)
+                clear(dP);
+            if (SCORES != BIASED && WHICH & ONLY_DK)
                 multiply_rows<T, D>(dP, sV, row0, sdO, 0);
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);
@@ -352,7 +409,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         if (SLOTS == 1) {
             __syncthreads();
             if (more)
-                meet_queries<SCORES>(s, q, 0, a, facts, h, i0, all_see_all(i0));
+                meet_next(0, q, s.from, s.n0, all_see_all(i0));
             commit_copies();
         }
     }
@@ -380,11 +437,12 @@ static heed_status run_keys(const args &a, const float2 *facts, const heed_exec 
 {
     typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
-    static_assert(SCORES == UNBIASED || sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
+    static_assert(SCORES == UNBIASED ||
+                  sizeof(shared) + Tiles::SLOTS * shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const tile_order order = order_tiles(tiles_of(keys, Tiles::OWN), a.Hk, (int64_t)a.Sq * a.G, a);
     return launch(dkv_mma<T, D, SCORES, WHICH, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + shared::extras::bytes(a), x, a, facts, order);
+                  sizeof(shared) + Tiles::SLOTS * shared::extras::bytes(a, SCORES), x, a, facts, order);
 }
 
 template <class T, int D, int SCORES, class Chip>
@@ -394,8 +452,8 @@ static heed_status run_queries(const args &a, const float2 *facts, const heed_ex
     typedef shared_dq<D, Tiles> shared;
     static_assert(SCORES == UNBIASED || sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
-    return launch(dq_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS, sizeof(shared) + shared::extras::bytes(a),
-                  x, a, facts, order);
+    return launch(dq_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS,
+                  sizeof(shared) + shared::extras::bytes(a, SCORES), x, a, facts, order);
 }
 
 template <class T, int D, int SCORES, class Chip>
@@ -414,23 +472,27 @@ static heed_status run_scores(const args &a, const float2 *facts, const heed_exe
     return status;
 }
 
-/* The plain kernels' tiles leave room for a mask on some chips only. */
-template <int D, class Chip> static bool fits(const args &a, size_t shared_bytes)
+/* The plain kernels' tiles leave room for more on some chips only. */
+template <int D, class Chip> static bool fits(const args &a, int scores, size_t shared_bytes)
 {
     typedef shared_dkv<D, typename Chip::template key_tiles<D, false>> keys;
     typedef shared_dq<D, typename Chip::template query_tiles<D, false>> queries;
-    return HEED_MAX(sizeof(keys) + keys::extras::bytes(a), sizeof(queries) + queries::extras::bytes(a)) <= shared_bytes;
+    return HEED_MAX(sizeof(keys) + keys::SLOTS * keys::extras::bytes(a, scores),
+                    sizeof(queries) + queries::extras::bytes(a, scores)) <= shared_bytes;
 }
 
 template <class T, int D, class Chip>
 static heed_status run_head(const args &a, const float2 *facts, const heed_plan *plan, const heed_exec *x)
 {
-    int scores = scores_of<D, Chip>(a);
-    if (scores == UNBIASED && !fits<D, Chip>(a, plan->device.shared_bytes))
+    int scores = scores_of<D, Chip>(a, plan->device.arch);
+    if (scores != PLAIN && !fits<D, Chip>(a, scores, plan->device.shared_bytes))
         scores = GENERAL;
-    if constexpr (D <= Chip::UNBIASED_HEAD_DIM)
+    if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
+        if (scores == BIASED)
+            return run_scores<T, D, BIASED, Chip>(a, facts, x);
         if (scores == UNBIASED)
             return run_scores<T, D, UNBIASED, Chip>(a, facts, x);
+    }
     return scores == PLAIN ? run_scores<T, D, PLAIN, Chip>(a, facts, x) : run_scores<T, D, GENERAL, Chip>(a, facts, x);
 }
 

@@ -2,14 +2,15 @@
 #ifndef HEED_CUDA_DIFFERENTIATE_MMA_CUH
 #define HEED_CUDA_DIFFERENTIATE_MMA_CUH
 
-#include "tile_mma.cuh"
+#include "scores_mma.cuh"
 
 /* A warp's scores with keys as rows, of a tile KEYS long. A lane has 2 MT neighbouring keys, and rows of the key
  * tiles are in that order (see key_order): mask and bias of a query are one load. low and high are those of the
  * tile's queries. */
 template <int MT, int NT, int KEYS, class T> struct key_major {
-    static constexpr int R = 2 * NT, C = 2 * MT;
+    static constexpr int R = 2 * NT, C = 2 * MT, NEIGHBOURS = C;
     static constexpr bool EXACT = false;
+    typedef T type;
     float (&X)[MT][NT][4];
     const int *lows, *highs;
     int i0, n0, column0;     /* first query and first key of this lane; its first column of the tile */
@@ -28,23 +29,6 @@ template <int MT, int NT, int KEYS, class T> struct key_major {
 template <int MT> struct key_order {
     static constexpr int OWN = 16 * MT;
     __device__ int operator()(int r) const { return r / OWN * OWN + r % 8 * (2 * MT) + r % OWN / 8; }
-};
-
-/* So many neighbouring bytes of shared memory as words. */
-template <int BYTES> struct words_of {
-    static_assert(BYTES <= 16, "one load");
-    uint32_t x[(BYTES + 3) / 4];
-    __device__ explicit words_of(const char *p)
-    {
-        if constexpr (BYTES == 2)
-            x[0] = *(const uint16_t *)p;
-        else if constexpr (BYTES == 4)
-            x[0] = *(const uint32_t *)p;
-        else if constexpr (BYTES == 8)
-            *(uint2 *)x = *(const uint2 *)p;
-        else
-            *(uint4 *)x = *(const uint4 *)p;
-    }
 };
 
 template <int MT, int NT, int KEYS, class T>
@@ -86,6 +70,31 @@ __device__ inline void apply_mask(key_major<MT, NT, KEYS, T> &t, const args &, c
     }
 }
 
+/* The eight keys of one Philox are those of SHARE lanes, STEP apart: each of them draws for another eight of the DRAWS
+ * that they need together, makes a byte of them, and all exchange bytes. draw(i) makes the byte number i, use(i, byte)
+ * takes it. */
+template <int DRAWS, int SHARE, int STEP, class Draw, class Use>
+__device__ inline void draw_together(Draw draw, Use use)
+{
+    static_assert(DRAWS % SHARE == 0, "the same number for each");
+    const int lane = threadIdx.x % 32, mine = lane / STEP % SHARE;
+#pragma unroll
+    for (int i = 0; i < DRAWS; i += 4 * SHARE) {
+        const int EACH = DRAWS - i < 4 * SHARE ? (DRAWS - i) / SHARE : 4;
+        uint32_t four = 0;
+#pragma unroll
+        for (int n = 0; n < EACH; n++)
+            four |= draw(i + n * SHARE + mine) << 8 * n;
+#pragma unroll
+        for (int j = 0; j < SHARE; j++) {
+            const uint32_t theirs = __shfl_sync(~0u, four, lane + (j - mine) * STEP);
+#pragma unroll
+            for (int n = 0; n < EACH; n++)
+                use(i + n * SHARE + j, theirs >> 8 * n);
+        }
+    }
+}
+
 /* As for query_major; here the eight keys of one Philox are those of lanes four apart. */
 template <int MT, int NT, int KEYS, class T>
 __device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<key_major<MT, NT, KEYS, T>> &kept,
@@ -109,17 +118,23 @@ __device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<
         [&](int i, uint32_t byte) { kept.add(i, 0, byte >> number & ((1u << C) - 1)); });
 }
 
-/* P = 2^(c S - L) with L from log2_of(lse); LARGE: from S of score() and lse, the slower way that takes scores of any
- * size. At most 1: rounding, where S is large, could make it more. */
+/* P = 2^(c S - L) with L from log2_of(lse); LARGE: 2^(c (S - L)) with lse in the units of S, the slower way that takes
+ * scores of any size. At most 1: rounding, where S is large, could make it more. */
 template <bool LARGE> __device__ inline float probability(float S, float c, float L)
 {
-    return exp2_fast(LARGE ? min_or_nan(S - L, 0.0f) * LOG2E : min_or_nan(fmaf(S, c, -L), 0.0f));
+    return exp2_fast(LARGE ? min_or_nan(S - L, 0.0f) * c : min_or_nan(fmaf(S, c, -L), 0.0f));
 }
 
 /* lse * log2(e) within the range of finite numbers; +inf, a row without gradient, stays. */
-template <bool LARGE> __device__ inline float log2_of(float lse)
+__device__ inline float log2_of(float lse)
 {
-    return LARGE || lse == CUDART_INF_F ? lse : -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+    return lse == CUDART_INF_F ? lse : -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+}
+
+/* L of a row for probability(), from its lse. */
+template <int SCORES> __device__ inline float term_of(float lse, const args &a)
+{
+    return SCORES == GENERAL ? lse : SCORES == BIASED ? lse * inverse_rest_of(a.scale) : log2_of(lse);
 }
 
 template <class Tile> __device__ static void keep(Tile &t, const kept_bits<Tile> &kept, float scale)
@@ -182,15 +197,6 @@ template <int MT, int NT> __device__ static void scale_rows(float (&x)[MT][NT][4
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 x[m][n][e] *= by;
-}
-
-/* Mask and bias of a tile, which all warps have copied, were the last to be, or with two slots the last but one. */
-template <int SLOTS> __device__ static void wait_for_extras(const args &a)
-{
-    if (a.bias.data || a.mask.data) {
-        wait_copies<SLOTS - 1>();
-        __syncthreads();
-    }
 }
 
 #endif

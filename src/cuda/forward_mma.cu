@@ -9,7 +9,8 @@ constexpr int KEYS_OF_64 = 128, KEYS_OF_128 = 64;
 #endif
 
 struct ampere {
-    static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256, UNBIASED_HEAD_DIM = 128, DROPS_UNBIASED = 0;
+    static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256, UNBIASED_HEAD_DIM = 128,
+                         DROPS_UNBIASED = 128;
     static constexpr bool CAPS_UNBIASED = true;
     template <int D, bool GENERAL>
     using tiles = block_tiles<4, D == 256 ? 1 : 2,
@@ -27,9 +28,9 @@ size_t heed_forward_workspace_mma(const heed_problem *p, const heed_plan *plan)
 
 heed_status heed_forward_mma(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    (void)plan;
     prologue call(p, x);
     if (call.status)
         return call.status;
-    return call.a.q.dtype == HEED_F16 ? run<__half, ampere>(call.a, x) : run<__nv_bfloat16, ampere>(call.a, x);
+    return call.a.q.dtype == HEED_F16 ? run<__half, ampere>(call.a, plan->device.arch, x)
+                                      : run<__nv_bfloat16, ampere>(call.a, plan->device.arch, x);
 }

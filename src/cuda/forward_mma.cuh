@@ -1,12 +1,12 @@
 /* The tensor-core forward for fp16 and bf16, head sizes to 256. A block owns 16 MT rows of one head for each of its
  * warps, and meets BC keys at a time: V arrives while S = Q K^T is computed, the next K while O += P V is.
  *
- * SCORES is what they need beyond scale and band (tile_mma.cuh): nobody pays for what is absent. */
+ * SCORES is what they need beyond scale and band (scores_mma.cuh): nobody pays for what is absent. */
 #ifndef HEED_CUDA_FORWARD_MMA_CUH
 #define HEED_CUDA_FORWARD_MMA_CUH
 
 #include "launch.cuh"
-#include "tile_mma.cuh"
+#include "scores_mma.cuh"
 
 template <int D, class Tiles> struct shared_forward {
     static constexpr int BR = Tiles::OWN, BC = Tiles::MEETS;
@@ -120,13 +120,20 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
     forward_mma(const __grid_constant__ args a, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
+    if (!SCORES_RUN_HERE(SCORES))
+        return;
     extern __shared__ __align__(1024) char memory[];
     typedef typename Chip::template tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_forward<D, Tiles> shared;
     typedef typename shared::extras extras;
-    constexpr bool DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
+    constexpr bool COPIES = copies_scores(SCORES),
+                   DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BR = Tiles::OWN, BC = Tiles::MEETS, NT = BC / 8, THREADS = Tiles::THREADS;
+    constexpr bool V_EARLY = SCORES != BIASED; /* which is a register short */
+    typedef near_order<BC, SCORES == PLAIN> order_of_keys;
+    typedef query_major<MT, NT, T, order_of_keys::NEAR> own_tile;
     auto &s = *(shared *)memory;
+    const char **bias = bias_rows(s.tiles);
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
     auto copy_own_scores = [&](const span &q, const score_source &from, int i0, int n0) {
@@ -149,11 +156,15 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         first = min(first, low) / 16 * 16, last = max(last, high);
         copy_rows<D, BR, THREADS>(sQ, a.q.data + row_at(a.q, here.q_batch, h, here.q_row + i0) * 2, a.q.stride[2] * 2,
                                   rows, a.D);
-        if (first < last)
-            copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, first, here.keys, a.D);
         n0 = first, more = first < last;
+        if (more)
+            copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, n0, here.keys, a.D, order_of_keys());
+        commit_copies();
+        if (V_EARLY && more)
+            copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, n0, here.keys, a.Dv, order_of_keys());
+        commit_copies();
         score_source from;
-        if (SCORES != PLAIN) {
+        if (COPIES) {
             from = score_source_of(a, head_of(a, here, h));
             if (more)
                 copy_own_scores(here, from, i0, n0);
@@ -161,15 +172,19 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         if (threadIdx.x == 0) {
             s.sequence = here;
             s.of = head_of(a, here, h);
-            if (SCORES != PLAIN)
+            if (COPIES)
                 s.from = from;
             s.k = k, s.v = v;
             s.i0 = i0, s.last = last, s.inside = inside, s.outside = outside;
         }
-        if (threadIdx.x < BR)
+        if (threadIdx.x < BR) {
             band_of_row(a, here, i0 + min((int)threadIdx.x, rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
+            if (SCORES == BIASED)
+                bias[threadIdx.x] = bias_row(a, here, h, i0 + threadIdx.x);
+        }
     }
-    commit_copies();
+    if (COPIES)
+        commit_copies();
     const span &q = s.sequence;
     const head &x = s.of;
     float O[MT][D / 8][4], m[MT * 2], l[MT * 2];
@@ -179,37 +194,52 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         m[r] = -CUDART_INF_F, l[r] = 0.0f;
     /* Where nothing is added to S it need not be scaled before the exponential. */
     const bool scaled = SCORES == GENERAL && (a.softcap > 0 || a.bias.data || a.alibi.data || a.scale <= 0);
-    const float c = scaled ? LOG2E : a.scale_log2;
-
-    while (more) {
+    const float unit = SCORES == BIASED ? rest_of(a.scale) : scaled ? 1.0f : a.scale;
+    const float c = SCORES == BIASED ? unit * LOG2E : scaled ? LOG2E : a.scale_log2;
+    if (SCORES == BIASED) {
         wait_copies<0>();
-        __syncthreads(); /* K is here, and the last V is no longer needed */
-        copy_keys<D, BC, THREADS>(sV, a, q, a.v, s.v, x.hk, n0, q.keys, a.Dv);
-        commit_copies();
+        __syncthreads();
+        scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
+    }
+
+    for (bool first = V_EARLY; more; first = false) {
+        if (first) { /* V is on its way, and mask and bias */
+            wait_copies<1 + COPIES>();
+            __syncthreads();
+        } else {
+            wait_copies<COPIES>();
+            __syncthreads(); /* K is here, and the last V is no longer needed */
+            copy_keys<D, BC, THREADS>(sV, a, q, a.v, s.v, x.hk, n0, q.keys, a.Dv, order_of_keys());
+            commit_copies();
+        }
         more = n0 + BC < s.last;
         float S[MT][NT][4];
-        query_major<MT, NT, T> t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 };
-        kept_bits<query_major<MT, NT, T>> kept;
-        if (DROPS && a.drop_below)
-            draw_tile(t, kept, a, q, x);
-        clear(S);
+        const int column0 = lane % 4 * order_of_keys::NEAR;
+        own_tile t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + column0, row0 + lane / 4 };
+        if (SCORES == BIASED) {
+            if (more)
+                prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
+            begin_with_bias(t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; });
+        } else
+            clear(S);
         multiply_rows<T, D>(S, sQ, row0, sK, 0); /* S  = Q K^T */
         wait_copies<0>();
         __syncthreads(); /* V is here, and this K is no longer needed */
         if (more)
-            copy_keys<D, BC, THREADS>(sK, a, q, a.k, s.k, x.hk, n0 + BC, q.keys, a.D);
+            copy_keys<D, BC, THREADS>(sK, a, q, a.k, s.k, x.hk, n0 + BC, q.keys, a.D, order_of_keys());
         commit_copies();
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
-        point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, lane % 4 * 2);
+        point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
         if constexpr (SCORES == GENERAL)
             score(t, scaled ? a.scale : 1.0f, a, q, x, whole);
         else if constexpr (SCORES == UNBIASED)
             score_unscaled<true>(t, a, q, x, whole);
         else if (!whole)
             hide_outside_band(t);
-        if (SCORES != PLAIN && more) {
+        if (COPIES) {
             __syncwarp();
-            copy_own_scores(q, s.from, s.i0, n0 + BC);
+            if (more)
+                copy_own_scores(q, s.from, s.i0, n0 + BC);
             commit_copies();
         }
         find_maximum<D>(S, m, l, O, c);
@@ -217,13 +247,21 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
 #pragma unroll
         for (int r = 0; r < MT * 2; r++)
             offset[r] = fabsf(m[r] * c) > COARSE ? 0.0f : m[r] * c;
+        kept_bits<own_tile> kept;
+        auto add_values = [&](auto drops) { /* some are multiplied while others are computed: no branch between them */
 #pragma unroll
-        for (int k = 0; k < NT / 2; k++) { /* some are multiplied while others are computed */
-            exponentials(S, k, offset, l, c);
-            if (DROPS && a.drop_below)
-                drop(t, k, kept);
-            multiply_tile<T, D>(O, S, k, sV); /* O += P V */
-        }
+                                            for (int k = 0; k < NT / 2; k++) {
+                                                exponentials(S, k, offset, l, c);
+                                                if (drops.value)
+                                                    drop(t, k, kept);
+                                                multiply_tile<T, D>(O, S, k, sV); /* O += P V */
+                                            }
+        };
+        if (DROPS && a.drop_below) {
+            draw_tile(t, kept, a, q, x);
+            add_values(constant<1>());
+        } else
+            add_values(constant<0>());
         n0 += BC;
     }
     wait_copies<0>();
@@ -235,7 +273,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
 #pragma unroll
     for (int r = 0; r < MT * 2; r++) {
         const int i = i0 + row0 + r / 2 * 16 + r % 2 * 8 + lane / 4;
-        float sum = row_sum(l[r]), own = scaled ? m[r] : m[r] * a.scale, most = fmaxf(own, sink), rescale = 0.0f;
+        float sum = row_sum(l[r]), own = m[r] * unit, most = fmaxf(own, sink), rescale = 0.0f;
         if (sum != 0.0f) { /* else the row saw no key */
             rescale = exp2_fast((own - most) * LOG2E);
             sum = sum * rescale + exp2_fast((sink - most) * LOG2E);
@@ -261,27 +299,30 @@ template <class T, int D, int SCORES, class Chip> static heed_status run_tiles(c
     static_assert(sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
     return launch(forward_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + shared::extras::bytes(a), x, a, order);
+                  sizeof(shared) + shared::extras::bytes(a, SCORES), x, a, order);
 }
 
-template <class T, int D, class Chip> static heed_status run_head(const args &a, const heed_exec *x)
+template <class T, int D, class Chip> static heed_status run_head(const args &a, int arch, const heed_exec *x)
 {
-    const int scores = scores_of<D, Chip>(a);
-    if constexpr (D <= Chip::UNBIASED_HEAD_DIM)
+    const int scores = scores_of<D, Chip>(a, arch);
+    if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
+        if (scores == BIASED)
+            return run_tiles<T, D, BIASED, Chip>(a, x);
         if (scores == UNBIASED)
             return run_tiles<T, D, UNBIASED, Chip>(a, x);
+    }
     return scores == PLAIN ? run_tiles<T, D, PLAIN, Chip>(a, x) : run_tiles<T, D, GENERAL, Chip>(a, x);
 }
 
-template <class T, class Chip> static heed_status run(const args &a, const heed_exec *x)
+template <class T, class Chip> static heed_status run(const args &a, int arch, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
     if (width <= 64)
-        return run_head<T, 64, Chip>(a, x);
+        return run_head<T, 64, Chip>(a, arch, x);
     if constexpr (Chip::HEAD_DIM > 128)
         if (width > 128)
-            return run_head<T, 256, Chip>(a, x);
-    return run_head<T, 128, Chip>(a, x);
+            return run_head<T, 256, Chip>(a, arch, x);
+    return run_head<T, 128, Chip>(a, arch, x);
 }
 
 #endif

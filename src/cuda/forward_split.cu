@@ -7,7 +7,7 @@
  *
  * P carries 2^14, which cancels against l. O is kept in units of 2^-v, v being the least shift of the V tiles so far. */
 #include "split.cuh"
-#include "tile_mma.cuh"
+#include "scores_mma.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 

@@ -18,7 +18,6 @@ size_t heed_forward_workspace_turing(const heed_problem *p, const heed_plan *pla
 
 heed_status heed_forward_turing(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    (void)plan;
     prologue call(p, x);
-    return call.status ? call.status : run<__half, turing>(call.a, x);
+    return call.status ? call.status : run<__half, turing>(call.a, plan->device.arch, x);
 }

@@ -237,12 +237,12 @@ __device__ inline uint4 philox(uint64_t seed, uint4 c)
 /* Bit n is set where number n of eight is not below the bound. */
 __device__ inline uint32_t kept_of_eight(uint4 w, uint32_t drop_below)
 {
-    const uint32_t words[4] = { w.x, w.y, w.z, w.w };
+    const uint32_t words[4] = { w.x, w.y, w.z, w.w }, bound = drop_below << 16;
     uint32_t kept = 0;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        kept |= (uint32_t)((words[j] & 0xFFFFu) >= drop_below) << 2 * j;
-        kept |= (uint32_t)(words[j] >> 16 >= drop_below) << (2 * j + 1);
+        kept |= words[j] << 16 >= bound ? 1u << 2 * j : 0;
+        kept |= words[j] >= bound ? 2u << 2 * j : 0;
     }
     return kept;
 }

@@ -90,6 +90,23 @@ __device__ inline uint4 load_16(const char *from)
     return x;
 }
 
+__device__ inline uint2 load_8(const char *from)
+{
+    uint2 x;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+    return x;
+}
+
+__device__ inline uint32_t load_4(const char *from)
+{
+    uint32_t x;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+
+/* Brings a line into the second cache. */
+__device__ inline void prefetch(const char *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 /* 16 bytes, which others on the same multiprocessor are likely to want too. */
 __device__ inline void copy_async_near(uint32_t to, const void *from)
 {

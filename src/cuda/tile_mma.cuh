@@ -27,22 +27,6 @@ template <int WARPS_, int MT_, int MEETS_, int SLOTS_, int BLOCKS_> struct block
     static constexpr int THREADS = 32 * WARPS, OWN = 16 * MT * WARPS;
 };
 
-/* What the scores of a kernel may need beyond scale and band: nothing; what takes no more than a mask's tile of shared
- * memory, so that it goes with a plain kernel's tiles; everything. */
-enum { PLAIN, UNBIASED, GENERAL };
-
-/* The least that will do. A Chip says to which head size it has kernels between plain and general ones, to which they
- * drop, and whether they take a softcap. They divide by the scale, which must not make ALiBi's slope infinite. */
-template <int D, class Chip> int scores_of(const args &a)
-{
-    if (!has_extras(a) && a.scale > 0)
-        return PLAIN;
-    if (a.bias.data || a.scale < 1e-18f || D > Chip::UNBIASED_HEAD_DIM || (a.softcap > 0 && !Chip::CAPS_UNBIASED) ||
-        (a.drop_below && D > Chip::DROPS_UNBIASED))
-        return GENERAL;
-    return UNBIASED;
-}
-
 /* Division of numbers below 2^31 by one that the host knows. */
 struct divisor {
     unsigned number, factor, shift;
@@ -109,7 +93,8 @@ constexpr int COPIES_IN_REGISTERS = 2;
 constexpr int COPIES_IN_REGISTERS = 1;
 #endif
 
-/* Which of the rows in memory is row r of a tile. */
+/* Which of the rows in memory is row r of a tile. Any order moves the bits of r: of a sum of numbers that have no bit in
+ * common it is the sum of theirs. */
 struct in_order {
     __device__ int operator()(int r) const { return r; }
 };
@@ -122,16 +107,15 @@ __device__ inline void copy_rows(uint32_t tile, const char *first, int64_t step,
     constexpr int CHUNKS = D / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
     static_assert(ROWS_AT_ONCE % 4 == 0, "so that r, below, changes one bit of a chunk's place, or none");
     const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
-    const int bytes = max(0, min(16, (width - chunk * 8) * 2));
-    const char *from = first + row * step + chunk * 16;
+    const int bytes = max(0, min(16, (width - chunk * 8) * 2)), mine = order(row);
+    const char *from = first + mine * step + chunk * 16;
     const uint32_t to = chunk_at<D>(tile, row, chunk);
     constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : COUNT;
     auto copy = [&](auto size) {
 #pragma unroll UNROLL
         for (int r = 0; r < COUNT; r += ROWS_AT_ONCE) {
-            const int which = order(r + row);
             if (ROWS_AT_ONCE <= COUNT || row < COUNT)
-                copy_async<16>((to ^ (r & 4) << 4) + r * D * 2, from + (which - row) * step, size(which));
+                copy_async<16>((to ^ (r & 4) << 4) + r * D * 2, from + order(r) * step, size(mine + order(r)));
         }
     };
     if (rows >= COUNT && width == D) /* the rule, and half the instructions */
@@ -316,250 +300,6 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
             for (int e = 0; chunk * 8 + e < width; e++)
                 to[e] = (uint16_t)((e < 2 ? eight.x : e < 4 ? eight.y : e < 6 ? eight.z : eight.w) >> 16 * (e % 2));
     }
-}
-
-/* ---- Scores ------------------------------------------------------------------------------------------------------ */
-
-/* Mask and bias of a tile of QUERIES x KEYS scores lie in shared memory as they do outside, a row for each query:
- * copied ahead, they cost no wait, and any layout outside is read in order. Rows are PAD or 2 PAD bytes longer than
- * KEYS elements, which spreads a warp's reads over the banks. */
-template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
-    static constexpr int ROWS = QUERIES, COLUMNS = KEYS, PAD = 16;
-    static constexpr int most_bytes(int scores)
-    {
-        return scores == PLAIN ? 0 : ROWS * (KEYS + PAD + (scores == GENERAL ? 4 * KEYS + 2 * PAD : 0));
-    }
-    static __host__ __device__ constexpr int pitch(int size)
-    {
-        return KEYS * size + (size == 4 && !KEY_MAJOR ? 2 * PAD : PAD);
-    }
-    static __host__ __device__ int bias_bytes(const args &a)
-    {
-        return a.bias.data ? QUERIES * pitch(a.bias.dtype == HEED_F32 ? 4 : 2) : 0;
-    }
-    static __host__ __device__ int bytes(const args &a)
-    {
-        return bias_bytes(a) + (a.mask.data ? QUERIES * pitch(1) : 0);
-    }
-};
-
-/* Mask or bias of one head. */
-struct score_rows {
-    const char *first;   /* of query 0 and key 0 */
-    int64_t down, along; /* bytes from query to query, and from key to key */
-    int vector;          /* keys are neighbours, and every sixteenth begins at a multiple of 16 bytes */
-};
-
-struct score_source {
-    score_rows bias, mask;
-};
-
-__device__ inline score_rows score_rows_of(const args &a, const view &m, int64_t first, int size)
-{
-    score_rows x;
-    x.first = m.data + (first + a.col * m.stride[3]) * size;
-    x.down = m.stride[2] * size, x.along = a.col_step * m.stride[3] * size;
-    x.vector = m.vector && x.along == size && (uintptr_t)x.first % 16 == 0;
-    return x;
-}
-
-__device__ inline score_source score_source_of(const args &a, const head &x)
-{
-    return { score_rows_of(a, a.bias, x.bias, a.bias.dtype == HEED_F32 ? 4 : 2), score_rows_of(a, a.mask, x.mask, 1) };
-}
-
-/* Copies queries i0 .. and keys n0 .. of a mask or bias; those from `rows` and `keys` on are zero. */
-template <int QUERIES, int KEYS, int THREADS, int SIZE>
-__device__ inline void copy_scores(int thread, char *tile, int pitch, const score_rows &m, int i0, int n0, int rows,
-                                   int keys)
-{
-    if (m.vector) {
-        constexpr int CHUNKS = KEYS * SIZE / 16, ROWS_AT_ONCE = THREADS / CHUNKS;
-        constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : QUERIES;
-        const int row = thread / CHUNKS, at = thread % CHUNKS * 16;
-        const int bytes = max(0, min(16, keys * SIZE - at));
-        const char *from = m.first + (i0 + row) * m.down + (int64_t)n0 * SIZE + at;
-        const int64_t step = ROWS_AT_ONCE * m.down;
-        const uint32_t to = shared_address(tile + row * pitch + at);
-        if (ROWS_AT_ONCE > QUERIES && row >= QUERIES)
-            return;
-        if (rows >= QUERIES && keys >= KEYS) { /* the rule, and a third of the instructions */
-#pragma unroll UNROLL
-            for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
-                copy_async<16>(to + r * pitch, from, 16);
-        } else
-#pragma unroll 1
-            for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
-                copy_async<16>(to + r * pitch, from, r + row < rows ? bytes : 0);
-    } else {
-        constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : 4;
-        const char *from = m.first + i0 * m.down + n0 * m.along;
-#pragma unroll UNROLL
-        for (int e = thread; e < QUERIES * KEYS; e += THREADS) {
-            const int r = e / KEYS, c = e % KEYS;
-            const char *one = from + r * m.down + c * m.along;
-            char *to = tile + r * pitch + c * SIZE;
-            const bool real = r < rows && c < keys;
-            if (SIZE == 1)
-                *to = real ? *one : 0;
-            else if (SIZE == 2)
-                *(uint16_t *)to = real ? *(const uint16_t *)one : 0;
-            else
-                *(float *)to = real ? *(const float *)one : 0.0f;
-        }
-    }
-}
-
-/* Mask and, of GENERAL kernels, bias for rows `row` .. + QUERIES of a tile that begins at query i0 and key n0, by so
- * many threads. */
-template <int SCORES, class Tiles, int QUERIES, int THREADS>
-__device__ inline void copy_mask_and_bias(int thread, char *tiles, int row, const args &a, const span &s,
-                                          const score_source &from, int i0, int n0)
-{
-    constexpr int KEYS = Tiles::COLUMNS;
-    const int rows = s.rows - i0 - row, keys = s.keys - n0;
-    char *mask = tiles + (SCORES == GENERAL ? Tiles::bias_bytes(a) : 0) + row * Tiles::pitch(1);
-    if (SCORES == GENERAL && a.bias.data && a.bias.dtype == HEED_F32)
-        copy_scores<QUERIES, KEYS, THREADS, 4>(thread, tiles + row * Tiles::pitch(4), Tiles::pitch(4), from.bias,
-                                               i0 + row, n0, rows, keys);
-    else if (SCORES == GENERAL && a.bias.data)
-        copy_scores<QUERIES, KEYS, THREADS, 2>(thread, tiles + row * Tiles::pitch(2), Tiles::pitch(2), from.bias,
-                                               i0 + row, n0, rows, keys);
-    if (SCORES != PLAIN && a.mask.data)
-        copy_scores<QUERIES, KEYS, THREADS, 1>(thread, mask, Tiles::pitch(1), from.mask, i0 + row, n0, rows, keys);
-}
-
-/* A warp's scores with queries as rows, as scores.cuh wants to see them. low and high are in shared memory. A bias
- * is of fp32 or of type T. */
-template <int MT, int NT, class T = float> struct query_major {
-    static constexpr int R = 2 * MT, C = 2 * NT;
-    static constexpr bool EXACT = false;
-    float (&X)[MT][NT][4];
-    const int *lows, *highs; /* of the tile's first query */
-    int i0, n0, row0;        /* first query and first key of this lane; its first row of the tile */
-    const char *bias, *mask; /* of row0 and n0 in shared memory */
-    typedef score_tiles<0, 8 * NT, false> extras;
-    __device__ float &at(int r, int c) { return X[r / 2][c / 2][r % 2 * 2 + c % 2]; }
-    static __device__ constexpr int down(int r) { return r / 2 * 16 + r % 2 * 8; }
-    static __device__ constexpr int apart(int c) { return c / 2 * 8 + c % 2; }
-    __device__ int row(int r) const { return i0 + down(r); }
-    __device__ int key(int c) const { return n0 + apart(c); }
-    __device__ int low(int r) const { return lows[row0 + down(r)]; }
-    __device__ int high(int r) const { return highs[row0 + down(r)]; }
-};
-
-/* Where a lane's first element of mask and bias lies, which is in the given row and column of the tile. */
-template <int SCORES, class Extras, class Tile>
-__device__ inline void point_at_tiles(Tile &t, const char *tiles, const args &a, int row, int column)
-{
-    const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
-    if (SCORES == GENERAL)
-        t.bias = tiles + row * Extras::pitch(size) + column * size;
-    t.mask = tiles + (SCORES == GENERAL ? Extras::bias_bytes(a) : 0) + row * Extras::pitch(1) + column;
-}
-
-__device__ inline float2 to_floats(uint32_t two, __half) { return __half22float2(*(const __half2 *)&two); }
-__device__ inline float2 to_floats(uint32_t two, __nv_bfloat16)
-{
-    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
-}
-
-template <int MT, int NT, class T>
-__device__ inline void add_bias(query_major<MT, NT, T> &t, float factor, const args &a, const span &, const head &)
-{
-    typedef typename query_major<MT, NT, T>::extras extras;
-    if (a.bias.dtype == HEED_F32) {
-#pragma unroll
-        for (int r = 0; r < 2 * MT; r++)
-#pragma unroll
-            for (int c = 0; c < 2 * NT; c += 2) {
-                const float2 both = *(const float2 *)(t.bias + t.down(r) * extras::pitch(4) + t.apart(c) * 4);
-                t.at(r, c) = fmaf(t.at(r, c), factor, both.x);
-                t.at(r, c + 1) = fmaf(t.at(r, c + 1), factor, both.y);
-            }
-    } else {
-#pragma unroll
-        for (int r = 0; r < 2 * MT; r++)
-#pragma unroll
-            for (int c = 0; c < 2 * NT; c += 2) {
-                const uint32_t two = *(const uint32_t *)(t.bias + t.down(r) * extras::pitch(2) + t.apart(c) * 2);
-                const float2 both = to_floats(two, T());
-                t.at(r, c) = fmaf(t.at(r, c), factor, both.x);
-                t.at(r, c + 1) = fmaf(t.at(r, c + 1), factor, both.y);
-            }
-    }
-}
-
-template <int MT, int NT, class T>
-__device__ inline void apply_mask(query_major<MT, NT, T> &t, const args &, const span &, const head &)
-{
-    typedef typename query_major<MT, NT, T>::extras extras;
-#pragma unroll
-    for (int r = 0; r < 2 * MT; r++)
-#pragma unroll
-        for (int c = 0; c < 2 * NT; c += 2) {
-            const uint32_t both = *(const uint16_t *)(t.mask + t.down(r) * extras::pitch(1) + t.apart(c));
-            t.at(r, c) = both & 0xFFu ? t.at(r, c) : -CUDART_INF_F;
-            t.at(r, c + 1) = both >> 8 ? t.at(r, c + 1) : -CUDART_INF_F;
-        }
-}
-
-/* ---- Dropout ----------------------------------------------------------------------------------------------------- */
-
-/* The eight keys of one Philox are those of SHARE lanes, STEP apart: each of them draws for another eight of the DRAWS
- * that they need together, makes a byte of them, and all exchange bytes. draw(i) makes the byte number i, use(i, byte)
- * takes it. */
-template <int DRAWS, int SHARE, int STEP, class Draw, class Use>
-__device__ inline void draw_together(Draw draw, Use use)
-{
-    static_assert(DRAWS % SHARE == 0, "the same number for each");
-    const int lane = threadIdx.x % 32, mine = lane / STEP % SHARE;
-#pragma unroll
-    for (int i = 0; i < DRAWS; i += 4 * SHARE) {
-        const int EACH = DRAWS - i < 4 * SHARE ? (DRAWS - i) / SHARE : 4;
-        uint32_t four = 0;
-#pragma unroll
-        for (int n = 0; n < EACH; n++)
-            four |= draw(i + n * SHARE + mine) << 8 * n;
-#pragma unroll
-        for (int j = 0; j < SHARE; j++) {
-            const uint32_t theirs = __shfl_sync(~0u, four, lane + (j - mine) * STEP);
-#pragma unroll
-            for (int n = 0; n < EACH; n++)
-                use(i + n * SHARE + j, theirs >> 8 * n);
-        }
-    }
-}
-
-/* The dropout bits of a lane's tile, packed: whether P of query r and key c is kept. */
-template <class Tile> struct kept_bits {
-    static constexpr int C = Tile::C;
-    static_assert(32 % C == 0, "the bits of a query lie in one word");
-    uint32_t words[(Tile::R * C + 31) / 32] = {};
-    __device__ void add(int r, int c, uint32_t bits) { words[(r * C + c) / 32] |= bits << (r * C + c) % 32; }
-    __device__ bool at(int r, int c) const { return words[(r * C + c) / 32] >> (r * C + c) % 32 & 1; }
-};
-
-template <int MT, int NT, class T>
-__device__ inline void draw_tile(const query_major<MT, NT, T> &t, kept_bits<query_major<MT, NT, T>> &kept,
-                                 const args &a, const span &s, const head &x)
-{
-    const uint64_t seed = seed_of(a);
-    const int pair = threadIdx.x % 4 * 2;
-    const int64_t first = s.r0 + t.n0 - pair;
-    if (s.r_step != 1 || first % 8) {
-#pragma unroll
-        for (int r = 0; r < 2 * MT; r++)
-            kept.add(r, 0, draw(t, r, a, s, x, seed));
-        return;
-    }
-    draw_together<2 * MT * NT, 4, 1>(
-        [&](int i) {
-            const uint32_t p = (uint32_t)(uint64_t)(s.p0 + (t.i0 + i / NT / 2 * 16 + i / NT % 2 * 8) * s.p_step);
-            const uint32_t eight = (uint32_t)(uint64_t)(first / 8 + i % NT);
-            return kept_of_eight(philox(seed, make_uint4(eight, p, x.h, s.b)), a.drop_below);
-        },
-        [&](int i, uint32_t byte) { kept.add(i / NT, i % NT * 2, byte >> pair & 3); });
 }
 
 #endif

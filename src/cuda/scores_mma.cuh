@@ -1,0 +1,433 @@
+/* Scores of the tensor-core kernels: what they may need, mask and bias on their way through shared memory or straight into
+ * S, tiles of queries as scores.cuh wants to see them, and their dropout. */
+#ifndef HEED_CUDA_SCORES_MMA_CUH
+#define HEED_CUDA_SCORES_MMA_CUH
+
+#include "tile_mma.cuh"
+
+/* ---- Kinds of scores --------------------------------------------------------------------------------------------- */
+
+/* What the scores of a kernel may need beyond scale and band: nothing; a bias alone, which S begins with; what takes no
+ * more than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
+enum { PLAIN, BIASED, UNBIASED, GENERAL };
+
+/* Kernels for a bias alone are compiled for the chips where they were measured: not from this arch on. */
+constexpr int UNMEASURED_ARCH = 100;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define SCORES_RUN_HERE(scores) ((scores) != BIASED)
+#else
+#define SCORES_RUN_HERE(scores) true
+#endif
+
+/* Those that have mask and bias in shared memory. */
+__host__ __device__ constexpr bool copies_scores(int scores) { return scores == UNBIASED || scores == GENERAL; }
+
+/* Whether eight keys of a bias are always one piece of memory, and its scale is one for scale_own(). */
+inline bool begins_with_bias(const args &a)
+{
+    return a.bias.data && !a.mask.data && !a.alibi.data && !a.drop_below && a.softcap <= 0 && a.bias.vector &&
+           a.bias.stride[3] == 1 && a.Sk % 8 == 0 && a.Sk < 1 << 28 && a.col == 0 && a.col_step == 1 &&
+           a.scale > 1.0f / 1024 && a.scale <= 1;
+}
+
+/* The least that will do on a GPU of the given arch. A Chip says to which head size it has kernels between plain and
+ * general ones, to which they drop, and whether they take a softcap. They divide by the scale, which must not make
+ * ALiBi's slope infinite. */
+template <int D, class Chip> static int scores_of(const args &a, int arch)
+{
+    if (!has_extras(a) && a.scale > 0)
+        return PLAIN;
+    if (begins_with_bias(a) && D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH)
+        return BIASED;
+    if (a.bias.data || a.scale < 1e-18f || D > Chip::UNBIASED_HEAD_DIM || (a.softcap > 0 && !Chip::CAPS_UNBIASED) ||
+        (a.drop_below && D > Chip::DROPS_UNBIASED))
+        return GENERAL;
+    return UNBIASED;
+}
+
+/* ---- Mask and bias in shared memory ------------------------------------------------------------------------------ */
+
+/* How many neighbouring keys of a query are a lane's, in tiles with so many keys. */
+__host__ __device__ constexpr int neighbours(int keys) { return keys % 32 ? 4 : 8; }
+
+/* Which key is row r of a tile of keys, for that: columns 2 t, 2 t + 1 of every eight are those of lane t. Plain scores
+ * need no other than the natural order. */
+template <int KEYS, bool PLAIN> struct near_order {
+    static constexpr int NEAR = PLAIN ? 2 : neighbours(KEYS), ALL = 4 * NEAR;
+    __device__ int operator()(int r) const
+    {
+        return PLAIN ? r : r / ALL * ALL + r % 8 / 2 * NEAR + r % ALL / 8 * 2 + r % 2;
+    }
+};
+
+/* Mask and bias of a tile of QUERIES x KEYS scores lie in shared memory as they do outside, a row for each query:
+ * copied ahead, they cost no wait, and any layout outside is read in order. Rows are somewhat longer than KEYS
+ * elements, so that what a warp reads at once lies in different banks: of key_major tiles some keys of every other
+ * query, of query_major ones what four lanes read of neighbouring queries. */
+template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
+    static constexpr int ROWS = QUERIES, COLUMNS = KEYS;
+    static constexpr int most_bytes(int scores)
+    {
+        return !copies_scores(scores) ? 0 : ROWS * (pitch(1) + (scores == GENERAL ? pitch(4) : 0));
+    }
+    static __host__ __device__ constexpr int pitch(int size)
+    {
+        const int each = neighbours(KEYS) * size, together = 4 * each;
+        return KEYS * size + (KEY_MAJOR || each > 16 ? 16 : KEYS * size / together % 2 ? 0 : together);
+    }
+    static __host__ __device__ int bias_bytes(const args &a)
+    {
+        return a.bias.data ? QUERIES * pitch(a.bias.dtype == HEED_F32 ? 4 : 2) : 0;
+    }
+    static __host__ __device__ int bytes(const args &a, int scores)
+    {
+        return scores == BIASED  ? ROWS * sizeof(char *) /* where each query's bias begins */
+               : scores == PLAIN ? 0
+                                 : bias_bytes(a) + (a.mask.data ? QUERIES * pitch(1) : 0);
+    }
+};
+
+/* Mask or bias of one head. */
+struct score_rows {
+    const char *first;   /* of query 0 and key 0 */
+    int64_t down, along; /* bytes from query to query, and from key to key */
+    int vector;          /* keys are neighbours, and every sixteenth begins at a multiple of 16 bytes */
+};
+
+struct score_source {
+    score_rows bias, mask;
+};
+
+__device__ inline score_rows score_rows_of(const args &a, const view &m, int64_t first, int size)
+{
+    score_rows x;
+    x.first = m.data + (first + a.col * m.stride[3]) * size;
+    x.down = m.stride[2] * size, x.along = a.col_step * m.stride[3] * size;
+    x.vector = m.vector && x.along == size && (uintptr_t)x.first % 16 == 0;
+    return x;
+}
+
+__device__ inline score_source score_source_of(const args &a, const head &x)
+{
+    return { score_rows_of(a, a.bias, x.bias, a.bias.dtype == HEED_F32 ? 4 : 2), score_rows_of(a, a.mask, x.mask, 1) };
+}
+
+/* The same of head h, from that of head 0. */
+__device__ inline score_source at_head(score_source x, const args &a, int h)
+{
+    x.bias.first += h * a.bias.stride[1] * (a.bias.dtype == HEED_F32 ? 4 : 2);
+    x.mask.first += h * a.mask.stride[1];
+    return x;
+}
+
+/* Copies queries i0 .. and keys n0 .. of a mask or bias; those from `rows` and `keys` on are zero. */
+template <int QUERIES, int KEYS, int THREADS, int SIZE>
+__device__ inline void copy_scores(int thread, char *tile, int pitch, const score_rows &m, int i0, int n0, int rows,
+                                   int keys)
+{
+    if (m.vector) {
+        constexpr int CHUNKS = KEYS * SIZE / 16, ROWS_AT_ONCE = THREADS / CHUNKS;
+        constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : QUERIES;
+        const int row = thread / CHUNKS, at = thread % CHUNKS * 16;
+        const int bytes = max(0, min(16, keys * SIZE - at));
+        const char *from = m.first + (i0 + row) * m.down + (int64_t)n0 * SIZE + at;
+        const int64_t step = ROWS_AT_ONCE * m.down;
+        const uint32_t to = shared_address(tile + row * pitch + at);
+        if (ROWS_AT_ONCE > QUERIES && row >= QUERIES)
+            return;
+        if (rows >= QUERIES && keys >= KEYS) { /* the rule, and a third of the instructions */
+#pragma unroll UNROLL
+            for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
+                copy_async<16>(to + r * pitch, from, 16);
+        } else
+#pragma unroll 1
+            for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
+                copy_async<16>(to + r * pitch, from, r + row < rows ? bytes : 0);
+    } else {
+        constexpr int UNROLL = HEED_TURING ? COPIES_IN_REGISTERS : 4;
+        const char *from = m.first + i0 * m.down + n0 * m.along;
+#pragma unroll UNROLL
+        for (int e = thread; e < QUERIES * KEYS; e += THREADS) {
+            const int r = e / KEYS, c = e % KEYS;
+            const char *one = from + r * m.down + c * m.along;
+            char *to = tile + r * pitch + c * SIZE;
+            const bool real = r < rows && c < keys;
+            if (SIZE == 1)
+                *to = real ? *one : 0;
+            else if (SIZE == 2)
+                *(uint16_t *)to = real ? *(const uint16_t *)one : 0;
+            else
+                *(float *)to = real ? *(const float *)one : 0.0f;
+        }
+    }
+}
+
+/* Mask and, of GENERAL kernels, bias for rows `row` .. + QUERIES of a tile that begins at query i0 and key n0, by so
+ * many threads. */
+template <int SCORES, class Tiles, int QUERIES, int THREADS>
+__device__ inline void copy_mask_and_bias(int thread, char *tiles, int row, const args &a, const span &s,
+                                          const score_source &from, int i0, int n0)
+{
+    constexpr int KEYS = Tiles::COLUMNS;
+    const int rows = s.rows - i0 - row, keys = s.keys - n0;
+    char *mask = tiles + (SCORES == GENERAL ? Tiles::bias_bytes(a) : 0) + row * Tiles::pitch(1);
+    if (SCORES == GENERAL && a.bias.data && a.bias.dtype == HEED_F32)
+        copy_scores<QUERIES, KEYS, THREADS, 4>(thread, tiles + row * Tiles::pitch(4), Tiles::pitch(4), from.bias,
+                                               i0 + row, n0, rows, keys);
+    else if (SCORES == GENERAL && a.bias.data)
+        copy_scores<QUERIES, KEYS, THREADS, 2>(thread, tiles + row * Tiles::pitch(2), Tiles::pitch(2), from.bias,
+                                               i0 + row, n0, rows, keys);
+    if (SCORES != PLAIN && a.mask.data)
+        copy_scores<QUERIES, KEYS, THREADS, 1>(thread, mask, Tiles::pitch(1), from.mask, i0 + row, n0, rows, keys);
+}
+
+/* A warp's scores with queries as rows, as scores.cuh wants to see them. low and high are in shared memory. A bias
+ * is of fp32 or of type T. NEAR neighbouring keys are a lane's. */
+template <int MT, int NT, class T = float, int NEAR = 2> struct query_major {
+    static constexpr int R = 2 * MT, C = 2 * NT, NEIGHBOURS = NEAR;
+    static constexpr bool EXACT = false;
+    typedef T type;
+    float (&X)[MT][NT][4];
+    const int *lows, *highs; /* of the tile's first query */
+    int i0, n0, row0;        /* first query and first key of this lane; its first row of the tile */
+    const char *bias, *mask; /* of row0 and n0 in shared memory */
+    typedef score_tiles<0, 8 * NT, false> extras;
+    __device__ float &at(int r, int c) { return X[r / 2][c / 2][r % 2 * 2 + c % 2]; }
+    static __device__ constexpr int down(int r) { return r / 2 * 16 + r % 2 * 8; }
+    static __device__ constexpr int apart(int c) { return c / NEAR * (4 * NEAR) + c % NEAR; }
+    __device__ int row(int r) const { return i0 + down(r); }
+    __device__ int key(int c) const { return n0 + apart(c); }
+    __device__ int low(int r) const { return lows[row0 + down(r)]; }
+    __device__ int high(int r) const { return highs[row0 + down(r)]; }
+};
+
+/* Where a lane's first element of mask and bias lies, which is in the given row and column of the tile. */
+template <int SCORES, class Extras, class Tile>
+__device__ inline void point_at_tiles(Tile &t, const char *tiles, const args &a, int row, int column)
+{
+    const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
+    if (SCORES == GENERAL)
+        t.bias = tiles + row * Extras::pitch(size) + column * size;
+    t.mask = tiles + (SCORES == GENERAL ? Extras::bias_bytes(a) : 0) + row * Extras::pitch(1) + column;
+}
+
+__device__ inline float2 to_floats(uint32_t two, __half) { return __half22float2(*(const __half2 *)&two); }
+__device__ inline float2 to_floats(uint32_t two, __nv_bfloat16)
+{
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
+}
+
+template <int VALUE> struct constant {
+    static constexpr int value = VALUE;
+};
+
+/* So many neighbouring bytes of memory as words. */
+struct in_global {
+};
+template <int BYTES> struct words_of {
+    uint32_t x[(BYTES + 3) / 4];
+    __device__ words_of(const char *p, in_global)
+    {
+        if constexpr (BYTES == 4)
+            x[0] = load_4(p);
+        else if constexpr (BYTES == 8)
+            *(uint2 *)x = load_8(p);
+        else
+#pragma unroll
+            for (int i = 0; i < BYTES / 16; i++)
+                ((uint4 *)x)[i] = load_16(p + 16 * i);
+    }
+    __device__ explicit words_of(const char *p)
+    {
+        if constexpr (BYTES == 2)
+            x[0] = *(const uint16_t *)p;
+        else if constexpr (BYTES == 4)
+            x[0] = *(const uint32_t *)p;
+        else if constexpr (BYTES == 8)
+            *(uint2 *)x = *(const uint2 *)p;
+        else
+#pragma unroll
+            for (int i = 0; i < BYTES / 16; i++)
+                ((uint4 *)x)[i] = ((const uint4 *)p)[i];
+    }
+};
+
+template <int MT, int NT, class T, int NEAR>
+__device__ inline void add_bias(query_major<MT, NT, T, NEAR> &t, float factor, const args &a, const span &,
+                                const head &)
+{
+    typedef typename query_major<MT, NT, T, NEAR>::extras extras;
+    if (a.bias.dtype == HEED_F32) {
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++)
+#pragma unroll
+            for (int c = 0; c < 2 * NT; c += NEAR) {
+                const words_of<NEAR * 4> row(t.bias + t.down(r) * extras::pitch(4) + t.apart(c) * 4);
+#pragma unroll
+                for (int e = 0; e < NEAR; e++)
+                    t.at(r, c + e) = fmaf(t.at(r, c + e), factor, __uint_as_float(row.x[e]));
+            }
+    } else {
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++)
+#pragma unroll
+            for (int c = 0; c < 2 * NT; c += NEAR) {
+                const words_of<NEAR * 2> row(t.bias + t.down(r) * extras::pitch(2) + t.apart(c) * 2);
+#pragma unroll
+                for (int e = 0; e < NEAR; e += 2) {
+                    const float2 both = to_floats(row.x[e / 2], T());
+                    t.at(r, c + e) = fmaf(t.at(r, c + e), factor, both.x);
+                    t.at(r, c + e + 1) = fmaf(t.at(r, c + e + 1), factor, both.y);
+                }
+            }
+    }
+}
+
+template <int MT, int NT, class T, int NEAR>
+__device__ inline void apply_mask(query_major<MT, NT, T, NEAR> &t, const args &, const span &, const head &)
+{
+    typedef typename query_major<MT, NT, T, NEAR>::extras extras;
+#pragma unroll
+    for (int r = 0; r < 2 * MT; r++)
+#pragma unroll
+        for (int c = 0; c < 2 * NT; c += NEAR) {
+            const words_of<NEAR> row(t.mask + t.down(r) * extras::pitch(1) + t.apart(c));
+#pragma unroll
+            for (int e = 0; e < NEAR; e++)
+                t.at(r, c + e) = row.x[e / 4] & 0xFFu << e % 4 * 8 ? t.at(r, c + e) : -CUDART_INF_F;
+        }
+}
+
+/* ---- A bias that S begins with ----------------------------------------------------------------------------------- */
+
+/* scale = p f with a power of two p and 1 <= f < 2. A block's own rows are multiplied by p, which is exact, and the
+ * tensor core adds q.k to bias / f, which never is too large: S is in units of f. */
+__device__ inline float power_in(float scale) { return __uint_as_float(__float_as_uint(scale) & 0x7F800000u); }
+__device__ inline float rest_of(float scale)
+{
+    return __uint_as_float((__float_as_uint(scale) & 0x7FFFFFu) | 0x3F800000u);
+}
+
+__device__ inline float inverse_rest_of(float scale) { return reciprocal_fast(rest_of(scale)); }
+
+__device__ inline uint32_t times(uint32_t two, float p, __half)
+{
+    const __half2 x = __hmul2(*(__half2 *)&two, __float2half2_rn(p));
+    return *(uint32_t *)&x;
+}
+#if !HEED_TURING
+__device__ inline uint32_t times(uint32_t two, float p, __nv_bfloat16)
+{
+    const __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)&two, __float2bfloat162_rn(p));
+    return *(uint32_t *)&x;
+}
+#endif
+
+/* Multiplies so many bytes of shared memory by p, when all have arrived; a barrier must follow. */
+template <class T, int BYTES, int THREADS> __device__ inline void scale_own(char *tile, float p)
+{
+#pragma unroll 1
+    for (int at = threadIdx.x * 16; at < BYTES; at += THREADS * 16) {
+        uint4 &x = *(uint4 *)(tile + at);
+        x = make_uint4(times(x.x, p, T()), times(x.y, p, T()), times(x.z, p, T()), times(x.w, p, T()));
+    }
+}
+
+/* Where each query's bias begins lies in the memory that other scores have for tiles. */
+__device__ inline const char **bias_rows(char *tiles) { return (const char **)tiles; }
+
+/* Row i of a head's bias; a row that does not exist may have any other's. */
+__device__ inline const char *bias_row(const args &a, const span &s, int h, int i)
+{
+    return a.bias.data + row_at(a.bias, s.b, h, min(i, s.rows - 1)) * (a.bias.dtype == HEED_F32 ? 4 : 2);
+}
+
+/* Asks for lines of the next tile's bias, so that they are near when it is begun. */
+template <int QUERIES, int KEYS, int THREADS, class Row>
+__device__ inline void prefetch_bias(int thread, const args &a, int n0, Row row)
+{
+    constexpr int LINES = (KEYS + 31) / 32; /* of fp32 */
+    const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
+#pragma unroll
+    for (int i = thread; i < QUERIES * LINES; i += THREADS) {
+        const int at = i % LINES * 128;
+        if (at < KEYS * size)
+            prefetch(row(i / LINES) + min(n0 * size + at, a.Sk * size - 16));
+    }
+}
+
+/* S = bias / f. rows(r): where the bias of the lane's query r lies. */
+template <class Tile, class Rows> __device__ inline void begin_with_bias(Tile &t, const args &a, Rows rows)
+{
+    constexpr int NEAR = Tile::NEIGHBOURS;
+    auto begin = [&](auto size, auto unpack) {
+        constexpr int SIZE = decltype(size)::value;
+#pragma unroll
+        for (int r = 0; r < Tile::R; r++) {
+            const char *row = rows(r);
+#pragma unroll
+            for (int c = 0; c < Tile::C; c += NEAR)
+                unpack(words_of<NEAR * SIZE>(row + min(t.key(c), a.Sk - NEAR) * SIZE, in_global()), r, c);
+        }
+    };
+    if (a.bias.dtype == HEED_F32)
+        begin(constant<4>(), [&](const words_of<NEAR * 4> &part, int r, int c) {
+#pragma unroll
+            for (int e = 0; e < NEAR; e++)
+                t.at(r, c + e) = __uint_as_float(part.x[e]);
+        });
+    else
+        begin(constant<2>(), [&](const words_of<NEAR * 2> &part, int r, int c) {
+#pragma unroll
+            for (int e = 0; e < NEAR; e += 2) {
+                const float2 both = to_floats(part.x[e / 2], typename Tile::type());
+                t.at(r, c + e) = both.x, t.at(r, c + e + 1) = both.y;
+            }
+        });
+    if (rest_of(a.scale) != 1.0f)
+        scale_scores(t, inverse_rest_of(a.scale));
+}
+
+/* ---- Dropout ----------------------------------------------------------------------------------------------------- */
+
+/* The dropout bits of a lane's tile, packed: whether P of query r and key c is kept. */
+template <class Tile> struct kept_bits {
+    static constexpr int C = Tile::C;
+    static_assert(32 % C == 0, "the bits of a query lie in one word");
+    uint32_t words[(Tile::R * C + 31) / 32] = {};
+    __device__ void add(int r, int c, uint32_t bits) { words[(r * C + c) / 32] |= bits << (r * C + c) % 32; }
+    __device__ void add_row(int row, uint32_t bits) /* of any number, without an index into registers */
+    {
+#pragma unroll
+        for (int r = 0; r < Tile::R; r++)
+            add(r, 0, row == r ? bits : 0);
+    }
+    __device__ bool at(int r, int c) const { return words[(r * C + c) / 32] >> (r * C + c) % 32 & 1; }
+};
+
+template <int MT, int NT, class T, int NEAR>
+__device__ inline void draw_tile(const query_major<MT, NT, T, NEAR> &t, kept_bits<query_major<MT, NT, T, NEAR>> &kept,
+                                 const args &a, const span &s, const head &x)
+{
+    const uint64_t seed = seed_of(a);
+    const int64_t first = s.r0 + t.n0;
+    const uint32_t eight = (uint32_t)(uint64_t)(first >> 3);
+#pragma unroll 1
+    for (int r = 0; r < 2 * MT; r++) { /* a loop, as it would be long otherwise */
+        uint32_t row = 0;
+        if (s.r_step != 1 || first % NEAR)
+            row = draw(t, r, a, s, x, seed);
+        else {
+            const uint32_t p = (uint32_t)(uint64_t)(s.p0 + t.row(r) * s.p_step);
+#pragma unroll
+            for (int c = 0; c < 2 * NT; c += NEAR) {
+                const uint4 numbers = philox(seed, make_uint4(eight + t.apart(c) / 8, p, x.h, s.b));
+                const uint32_t bits = kept_of_eight(numbers, a.drop_below);
+                row |= (NEAR == 8 ? bits : bits >> (first & 4) & 15) << c;
+            }
+        }
+        kept.add_row(r, row);
+    }
+}
+
+#endif
