@@ -14,7 +14,7 @@ enum { MOST_KERNELS = 128, RESULTS = 7 };
 
 typedef struct answers {
     int quick, json, threads;
-    const char *kernel;
+    const char *kernel, *problem;
     uint64_t seed;
     double seconds;
 } answers;
@@ -277,6 +277,8 @@ static int check_all(checker *c)
             snprintf(name, sizeof name, "%s", list[i].name);
         } else
             invent(given->seed + (uint64_t)(i - LISTED), &spec, name, sizeof name);
+        if (given->problem && !strstr(name, given->problem))
+            continue;
         double spent = now_seconds() - start;
         if (limit > 0 && i >= LISTED && spent >= limit)
             break;
@@ -342,6 +344,7 @@ int command_check(int argc, char **argv)
         { "seconds", 0, "S", read_double, offsetof(answers, seconds), "random problems for so long" },
         { "seed", 0, "N", read_seed, offsetof(answers, seed), "of the random problems; default 1" },
         { "kernel", 0, "TEXT", read_text, offsetof(answers, kernel), "only kernels with this in their name" },
+        { "problem", 0, "TEXT", read_text, offsetof(answers, problem), "only problems with this in their name" },
         { "threads", 0, "N", read_int, offsetof(answers, threads), "at most N threads" },
         { "json", 0, NULL, read_flag, offsetof(answers, json), "the table as JSON" },
         { NULL, 0, NULL, NULL, 0, NULL },
@@ -360,12 +363,14 @@ int command_check(int argc, char **argv)
                         given.kernel ? given.kernel : "");
     if ((code = check_all(&c)))
         return code;
+    if (given.problem && !c.scores[0].cases && !c.scores[0].skipped)
+        return complain(EXIT_USAGE, "no problem for these kernels has '%s' in its name", given.problem);
     if (given.json)
         print_json(&c);
     else
         print_table(&c);
     int failed = 0;
     for (int i = 0; i < c.kernels; i++)
-        failed += c.scores[i].failures > 0 || !c.scores[i].cases;
+        failed += c.scores[i].failures > 0 || !(c.scores[i].cases || (given.problem && c.scores[i].skipped));
     return failed ? complain(EXIT_FAILED, "%d of %d kernels failed", failed, c.kernels) : 0;
 }

@@ -223,6 +223,8 @@ expect 0 run $qkv -o link.npy
 expect 0 check --quick --threads 2; says out "backward_reference_f32"; says out " ok"; silent err
 expect 0 check --quick --kernel backward_reference_f16 --json --seed 5; says out '"failures": 0'; silent err
 expect 2 check --kernel no_such_kernel; says err "no_such_kernel"
+expect 0 check --quick --kernel forward_reference_f32 --problem "large heads"; says out " 1        0 "; silent err
+expect 2 check --quick --kernel forward_reference_f32 --problem frobnicate; says err "no problem for these kernels has 'frobnicate'"
 expect 0 bench --shape 1,2,64,32 --min-time 0.01 --csv --causal; silent err
 [ "$(wc -l <out)" -eq 3 ] || fail "bench --csv has not a head and two rows"
 expect 0 bench --shape 1,4,64,32 --heads-k 2 --sq 1 --pass forward --min-time 0.01 --dtype fp32,bf16; says out "GB/s"
