@@ -31,7 +31,7 @@ measure() {
         ;;
     esac
     {
-        printf '%-5s %-20s %4d s  %s\n' "$verdict" "$name" $((SECONDS - began)) "$(tail -1 "$log" | cut -c1-100)"
+        printf '%-5s %-40s %4d s  %s\n' "$verdict" "$name" $((SECONDS - began)) "$(tail -1 "$log" | cut -c1-100)"
         [[ $verdict != FAIL ]] || grep -vE '^\[ +(RUN|OK) |^$' "$log" | cut -c1-600 | head -30
     } >"$log.said"
     cat "$log.said"
@@ -49,12 +49,25 @@ run_programs() {
     measure test_gpu_sizes "$build/tests/test_gpu_sizes" # alone: it wants most of the memory
 }
 
-# The command line's checks keep each tensor in an allocation of its own, and leave the workspace as it comes.
+# The rows that run here, one for each family and pass: types share its code.
+families() {
+    "$build/heed" info | awk -v some="$HEED_TEST_KERNEL" '$NF == "yes" && index($1, "_cuda_") && index($1, some) {
+        family = $1
+        sub(/_[a-z0-9]*$/, "", family)
+        if (!seen[family]++) print $1
+    }'
+}
+
+# The command line's checks keep each tensor in an allocation of its own, and leave the workspace as it comes. A program
+# for each row, so that a report names it; racecheck, which takes longest (two minutes for the portable backward), first.
 run_sanitizer() {
-    local tool
-    for tool in memcheck racecheck initcheck synccheck; do
-        measure "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 3 \
-            "$build/heed" check --quick --kernel "$HEED_TEST_KERNEL" --threads 1 &
+    local tool row
+    for tool in racecheck memcheck initcheck synccheck; do
+        for row in $(families | tac); do
+            while [[ $(jobs -rp | wc -l) -ge $workers ]]; do wait -n; done
+            measure "$tool-$row" compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 3 \
+                "$build/heed" check --quick --kernel "$row" --threads 1 &
+        done
     done
     wait
 }
