@@ -307,7 +307,8 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
         job->counter = t.terms.counters;
         job->tiles = keys.tiles, job->count = job->tiles * heads;
-        job->together = heed_sm90_heads_together(a, heads, (int64_t)a.Sq * a.G * (a.D + a.Dv) * 2);
+        const int64_t met = (int64_t)a.Sq * a.G * (a.D + a.Dv) * 2; /* bytes of Q and dO; sums of dQ want room, too */
+        job->together = heed_sm90_heads_together(a, heads, all ? met + met / 2 : met);
         if (all) /* that the tiles of a head follow each other, as they take turns, and do not all start at once */
             job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
         if (!(status = map_keys(job->own, p, a, keys.rows)) && !(status = map_queries(job->other, p, a, COLUMNS)))
