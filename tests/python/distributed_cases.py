@@ -236,6 +236,17 @@ def volume(
     return forward.sent_bytes, backward.sent_bytes
 
 
+def computed(group: Any, method: str, options: dict[str, Any]) -> tuple[int, int]:
+    """How many blocks of keys this rank works on, forward and backward."""
+    q, k, v, do, _ = (hd.shard(t, 2, group=group).requires_grad_() for t in problem(256))
+    with hd.record() as forward:
+        o = hd.attention(q, k, v, group=group, method=method, **options)
+    with hd.record() as backward:
+        o.backward(do.detach())
+    count = lambda r: sum(e.kind == "compute" for e in r.events)
+    return count(forward), count(backward)
+
+
 def trace_head_by_head(group: Any, method: str) -> list[tuple[str, str]]:
     with groups_of_one_head():
         return trace(group, method, os.devnull)
@@ -278,8 +289,9 @@ class Peak:
 def peak_memory(group: Any, method: str, task: dict[str, Any]) -> tuple[int, int]:
     """Bytes beyond the shards and results, forward and backward, at the worst moment. Shards are striped: all ranks see
     keys of each other under the narrowest window, which makes for little work."""
-    q, do = (torch.randn(1, task["heads"], task["rows"], task["dim"], device=DEVICE).to(task["dtype"]) for _ in "qo")
-    k, v = (torch.randn(1, task["key_heads"], task["rows"], task["dim"], device=DEVICE).to(q.dtype) for _ in "kv")
+    shape = task["rows"], task["dim"]
+    q, do = (torch.randn(1, task["heads"], *shape, device=DEVICE).to(task["dtype"]) for _ in "qo")
+    k, v = (torch.randn(1, task["key_heads"], *shape, device=DEVICE).to(task["dtype"]) for _ in "kv")
     for t in (q, k, v):
         t.requires_grad_()
     size = lambda *ts: sum(t.numel() * t.element_size() for t in ts)

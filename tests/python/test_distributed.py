@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from heed.distributed import _methods, _plan, plan
+from heed.distributed import _plan, _routes, plan
 from heed.distributed._shards import Band, Piece, band, in_order, on_stride, pieces_of, visible_keys
 from ranks import BRIEF, Ranks
 
@@ -85,7 +85,7 @@ TOKENS, HEADS, KEY_HEADS, DIM, BATCH = 256, 8, 4, 16, 2  # as in distributed_cas
 def formulas(method: str, count: int, element: int, share: float = 1.0, stride: int = 1) -> tuple[float, float]:
     """docs/distributed.md: bytes that all ranks together send, forward and backward. share: of pairs of different
     ranks, those of which one sees keys of the other."""
-    team = _methods.ulysses_ranks(method, count, KEY_HEADS)
+    team = _routes.ulysses_ranks(method, count, KEY_HEADS)
     ring = count // team
     keys = BATCH * TOKENS // stride * KEY_HEADS * 2 * DIM
     rows = BATCH * TOKENS * HEADS * DIM
@@ -96,7 +96,7 @@ def formulas(method: str, count: int, element: int, share: float = 1.0, stride: 
     return forward, hops * keys * (element + 4) + swap * element * (2 * rows + keys)
 
 
-@pytest.mark.parametrize("method", _methods.METHODS)
+@pytest.mark.parametrize("method", _routes.METHODS)
 @pytest.mark.parametrize("dtype", list(MEASURES))
 def test_as_many_bytes_as_the_formula_says(ranks: Ranks, method: str, dtype: str) -> None:
     sent = ranks.run("volume", method, "zigzag", TOKENS, {"causal": True}, MEASURES[dtype], ranks=4)
@@ -118,8 +118,20 @@ def test_keys_that_nobody_sees_are_not_sent(ranks: Ranks, method: str) -> None:
     check({"stride": 4}, 1, 4)
 
 
+def test_keys_that_nobody_sees_are_not_worked_on(ranks: Ranks) -> None:
+    for options, blocks in (
+        ({}, [4, 4, 4, 4]),
+        ({"causal": True}, [1, 2, 3, 4]),
+        ({"causal": True, "window": (TOKENS // 4, None)}, [1, 2, 2, 2]),
+        ({"window": (10, 10)}, [2, 3, 3, 2]),
+        ({"window": (0, 0)}, [1, 1, 1, 1]),
+    ):
+        assert ranks.run("computed", "ring", options, ranks=4) == [(n, n) for n in blocks]
+        assert [backward for _, backward in ranks.run("computed", "all_gather", options, ranks=4)] == blocks
+
+
 def test_the_planner_counts_the_same_bytes(ranks: Ranks) -> None:
-    for method in _methods.METHODS:
+    for method in _routes.METHODS:
         sent = ranks.run("volume", method, "zigzag", TOKENS, {"causal": True}, torch.bfloat16, ranks=4)
         task = _plan.Task(4, TOKENS, HEADS, KEY_HEADS, DIM, DIM, "bf16", BATCH)
         said = _plan.cost(task, method, _plan.machine_of("h200", "bf16", DIM, "nvlink")).sent
@@ -162,22 +174,20 @@ def test_a_group_of_heads_begins_before_another_ends(ranks: Ranks, method: str, 
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("method", _methods.METHODS)
+@pytest.mark.parametrize("method", _routes.METHODS)
 @pytest.mark.parametrize("dtype", list(MEASURES))
-def test_memory_is_as_much_as_the_planner_says(
-    ranks: Ranks, device: str, method: str, dtype: str, groups: int
-) -> None:
-    rows, heads, key_heads, dim = 1024, 16, 8, 128
-    if groups > 1:
-        heads, key_heads = (n * _plan.BLOCK_BYTES[device] // (1 << 20) for n in (2, 1))
+def test_memory_is_as_much_as_the_planner_says(ranks: Ranks, device: str, method: str, dtype: str, groups: int) -> None:
+    block = _plan.BLOCK_BYTES[device]
+    rows, heads, key_heads, dim = block >> 13, 16 * groups, 8 * groups, 128
     task = _plan.Task(4, 4 * rows, heads, key_heads, dim, dim, dtype, shards="striped", band=Band(8, 0))
     machine = _plan.machine_of("h200", "bf16", dim, "nvlink")
-    said = _plan.cost(task, method, replace(machine, block=_plan.BLOCK_BYTES[device])).memory
+    said = _plan.cost(task, method, replace(machine, block=block)).memory
     sizes = {"heads": heads, "key_heads": key_heads, "rows": rows, "dim": dim, "dtype": MEASURES[dtype]}
     got = ranks.run("peak_memory", method, sizes, ranks=4)
     for n in (0, 1):
         most, pages = max(g[n] for g in got), 1 << 22
-        assert 0.5 * said[n] - pages <= most <= 1.1 * said[n] + pages, f"{most:.2e} of {said[n]:.2e} bytes"
+        above = 1.25 if device == "cuda" else 1.1  # some kernels there have more workspace
+        assert 0.5 * said[n] - pages <= most <= above * said[n] + pages, f"{most:.2e} of {said[n]:.2e} bytes"
 
 
 def test_two_blocks_are_in_flight_however_many_ranks_there_are() -> None:
@@ -272,7 +282,7 @@ def test_the_planner_prefers_what_sends_least_on_slow_fabrics() -> None:
 def test_the_planner_counts_flops() -> None:
     full = _plan.Task(4, 4096, 8, 8, 64, 64, band=Band(None, None))
     machine = _plan.machine_of("h200", "bf16", 64, "nvlink")
-    for method in _methods.METHODS:
+    for method in _routes.METHODS:
         forward, backward = _plan.cost(full, method, machine).flops
         assert forward == 4 * 8 * 4096 * 1024 * 64 and backward == 2.5 * forward
 
@@ -294,7 +304,7 @@ def test_the_model_beside_the_machine(capsys: pytest.CaptureFixture[str]) -> Non
     rows = re.findall(
         r"^  full, 2, (\w+) +(\d+) +(\d+) +[\d.]+x +(\d+) +(\d+) +[\d.]+x$", capsys.readouterr().out, re.M
     )
-    assert tuple(row[0] for row in rows) == _methods.METHODS
+    assert tuple(row[0] for row in rows) == _routes.METHODS
 
 
 # ---- Faults: last, as they cost ranks --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from heed._arguments import type_name
-from heed.distributed import _methods, _plan, _work
+from heed.distributed import _methods, _plan, _routes, _work
 from heed.distributed._link import Link, group_of
 from heed.distributed._shards import band, check_shards, pieces_of, size
 
@@ -91,7 +91,7 @@ def attention(
     limits = band(causal, window)
     if method == "auto":
         method = _plan.choose(q, v, k.shape[1], shards, rows, keys, starts, limits, stride, fabric)
-    plan, on_stride = _methods.plan_of(
+    plan, on_stride = _routes.plan_of(
         method, link.me, shards, rows, keys, starts, limits, stride, q.shape[1], k.shape[1]
     )  # fmt: skip
     scores = _work.Scores(limits, plan.offset, scale, softcap, None if alibi_slopes is None else alibi_slopes.float())
@@ -152,8 +152,8 @@ def _check(
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"k: has {k.shape[1]} heads, expected a divisor of q's {q.shape[1]}")
     check_shards(shards)
-    if method not in ("auto", *_methods.METHODS):
-        raise ValueError(f"method: is {method!r}, expected 'auto' or one of {', '.join(map(repr, _methods.METHODS))}")
+    if method not in ("auto", *_routes.METHODS):
+        raise ValueError(f"method: is {method!r}, expected 'auto' or one of {', '.join(map(repr, _routes.METHODS))}")
     if not isinstance(stride, int) or stride < 1:
         raise ValueError(f"stride: is {stride!r}, expected 1 or more")
     if window is not None and len(window) != 2:

@@ -20,8 +20,8 @@ import torch.multiprocessing as mp
 
 import heed
 from heed.distributed._attention import attention
-from heed.distributed._methods import METHODS
 from heed.distributed._plan import TABLE, Fabric, Machine, Task, cost
+from heed.distributed._routes import METHODS
 from heed.distributed._shards import Band
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import torch
 
-from heed.distributed._methods import BLOCK_BYTES, METHODS, ulysses_ranks
+from heed.distributed._methods import BLOCK_BYTES
+from heed.distributed._routes import METHODS, ulysses_ranks
 from heed.distributed._shards import Band, Pieces, needs, on_stride, pieces_of, size, visible_keys
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -205,12 +206,13 @@ def _memory(
     merging = partial * (2 if other else 1) if blocks else 0.0
     if method == "all_gather":
         merging = (blocks + 1) * size.kv  # no merging: all keys
-    forward = share * (flying + merging)
-    backward = share * (flying + gradients + dq + (dq + size.dkv if other else 0.0))  # a kernel has a dq of its own
+    forward = flying + merging
+    backward = flying + gradients + dq + (dq + size.dkv if other else 0.0)  # a kernel has a dq of its own
     if team == 1:
-        return forward, backward
-    swapped, arriving = size.q + size.kv + size.o, (team - 1) / team * (size.q + size.kv)
-    return swapped + arriving + forward, 2 * swapped + arriving + backward
+        return share * forward, share * backward
+    swapped = size.q + size.kv + size.o  # kept for the backward
+    moving = (team - 1) / team * swapped
+    return swapped + share * (moving + forward), swapped + share * (swapped + moving + backward)
 
 
 # ---- Numbers that were measured --------------------------------------------------------------------------------------

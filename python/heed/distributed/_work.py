@@ -5,6 +5,7 @@ their lse, gradients are added up."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,37 @@ def on_device(order: torch.Tensor, device: torch.device) -> torch.Tensor:
 @torch.inference_mode(False)
 def _offsets(starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(starts, dtype=torch.int32, device=device)
+
+
+class Rooms:
+    """Memory of one call that is used again and again. What is new has to be asked of the system, which takes longer
+    than to fill it."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        kept = self.free.get((tuple(shape), dtype))
+        return kept.pop() if kept else torch.empty(shape, dtype=dtype, device=device)
+
+    def rows(
+        self, like: torch.Tensor, heads: int, rows: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        """[B, heads, rows, ...], the rest as in another."""
+        return self.take((like.shape[0], heads, rows, *like.shape[3:]), dtype or like.dtype, like.device)
+
+    def give(self, *tensors: torch.Tensor) -> None:
+        for t in tensors:
+            self.free.setdefault((tuple(t.shape), t.dtype), []).append(t)
+
+    def sums(self, out: torch.Tensor) -> torch.Tensor:
+        """Where a result is summed up: in place, if it is float32."""
+        return out if out.dtype == torch.float32 else self.take(out.shape, torch.float32, out.device)
+
+    def finish(self, out: torch.Tensor, sums: torch.Tensor) -> None:
+        if sums is not out:
+            out.copy_(sums)
+            self.give(sums)
 
 
 @dataclass(frozen=True)
@@ -74,11 +106,11 @@ def _rows(t: torch.Tensor, m: Meeting, rows: slice) -> torch.Tensor:
 class Forward:
     """o and lse of some queries over the keys added so far, into memory that the caller has for them."""
 
-    def __init__(self, q: torch.Tensor, pieces: Pieces, out: Tensors, scores: Scores, once: bool) -> None:
+    def __init__(self, rooms: Rooms, q: torch.Tensor, pieces: Pieces, out: Tensors, scores: Scores, once: bool) -> None:
         """once: no query will meet keys twice, so that partial results, in float32, are final ones."""
-        self.q, self.pieces, self.scores = q, pieces, scores
+        self.rooms, self.q, self.pieces, self.scores = rooms, q, pieces, scores
         self.out, self.lse = out
-        self.o = self.out if once else sums_for(self.out)
+        self.o = self.out if once else rooms.sums(self.out)
         self.untouched = {p.at: p for p in pieces}
 
     def add(self, block: Tensors, pieces: Pieces) -> None:
@@ -96,10 +128,11 @@ class Forward:
         else:
             for p in here:
                 self._clear(p.at)
-            o2, lse2 = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (o, lse))
+            o2, lse2 = (self.rooms.take(t.shape, t.dtype, t.device) for t in (o, lse))
             whole = slice(None)
             _C.part_forward(_rows(o2, m, whole), _rows(lse2, m, whole), positions, *arguments)
             _C.merge(o, lse, o2, lse2)
+            self.rooms.give(o2, lse2)
         for p in here:
             self.untouched.pop(p.at, None)
 
@@ -112,20 +145,21 @@ class Forward:
     def finish(self) -> None:
         for at in list(self.untouched):
             self._clear(at)
-        finish_sums(self.out, self.o)
+        self.rooms.finish(self.out, self.o)
 
 
 class Backward:
     """dq of some queries; gradients of keys are added to what the caller gives. All in float32."""
 
     def __init__(
-        self, saved: Tensors, do: torch.Tensor, dlse: torch.Tensor | None, pieces: Pieces, out: torch.Tensor,
-        scores: Scores,
+        self, rooms: Rooms, saved: Tensors, do: torch.Tensor, dlse: torch.Tensor | None, pieces: Pieces,
+        out: torch.Tensor, scores: Scores,
     ) -> None:  # fmt: skip
+        self.rooms = rooms
         self.q, _, _, o, self.lse = saved
         self.do, self.pieces, self.out, self.scores = do, pieces, out, scores
-        self.dq = sums_for(out).zero_()
-        self.delta = torch.empty(self.lse.shape, dtype=torch.float32, device=self.lse.device)
+        self.dq = rooms.sums(out).zero_()
+        self.delta = rooms.take(self.lse.shape, torch.float32, self.lse.device)
         if o.numel():
             _C.delta(o, do, dlse, self.delta)
 
@@ -138,14 +172,5 @@ class Backward:
             _C.part_backward(do, lse, delta, dq, dk_, dv_, True, positions, *arguments)
 
     def finish(self) -> None:
-        finish_sums(self.out, self.dq)
-
-
-def sums_for(out: torch.Tensor) -> torch.Tensor:
-    """Where a result is summed up: in place, if it is float32."""
-    return out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-
-
-def finish_sums(out: torch.Tensor, sums: torch.Tensor) -> None:
-    if sums is not out:
-        out.copy_(sums)
+        self.rooms.finish(self.out, self.dq)
+        self.rooms.give(self.delta)
