@@ -160,11 +160,14 @@ enum {
 
     HEED_FOR_LONGER = 1 << 28, /* of a kernel: fewer than HEED_LONGER() rows and keys get it only by name, */
     HEED_FOR_LONG = 1 << 29,   /* or fewer than HEED_LONG */
-    HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond heed_is_small() */
+    HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
+    HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
 };
 #define HEED_LONG 512
 #define HEED_LONGER(head_dim) ((head_dim) <= 64 ? 512 : 1024) /* docs/tuning.md, section 5 */
-#define HEED_SMALL (80 * 64) /* rows or keys times head size; docs/tuning.md, section 6, has what chose it */
+/* docs/tuning.md, section 6, has what chose these. */
+#define HEED_SMALL (80 * 64) /* rows or keys times head size */
+#define HEED_SHORT 256       /* rows or keys */
 
 #define HEED_ANY_ARCH INT32_MAX
 
@@ -212,9 +215,9 @@ heed_status heed_choose(const heed_problem *p, const heed_device *d, const char 
 /* Whether the device has what the kernel's code needs; if not, why. */
 int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t size);
 unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
-/* Few rows and keys, by what is the same for every batch, so that no sequence meets another kernel because of the others;
- * and head sizes in whole pieces of 16 bytes. If not, why. */
-int heed_is_small(const heed_problem *p, char *why, size_t size);
+/* Whether rows and keys are as few as a kernel of these uses wants them, by what is the same for every batch, so that no
+ * sequence meets another kernel because of the others; and head sizes are whole pieces of 16 bytes. If not, why. */
+int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
 int heed_threads_for(const heed_device *d, double microseconds); /* of work on one thread */
 extern const heed_kernel heed_kernels[];
 extern const int heed_kernel_total;

@@ -175,8 +175,10 @@ static int64_t keys_on_stride(const heed_problem *p)
     return p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
 }
 
-int heed_is_small(const heed_problem *p, char *why, size_t size)
+int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
 {
+    if (!(uses & (HEED_ONLY_SMALL | HEED_ONLY_SHORT)))
+        return 1;
     const heed_tensor *const rows[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o, &p->g.d_o };
     const int64_t keys = keys_on_stride(p), most = HEED_MAX(p->Sq, keys);
     const int64_t bytes = (int64_t)heed_dtype_size(p->a.q.dtype), chunk = 16 / bytes;
@@ -186,7 +188,7 @@ int heed_is_small(const heed_problem *p, char *why, size_t size)
             snprintf(why, size, "does not take: rows so far apart");
             return 0;
         }
-    const int64_t limit = HEED_SMALL / HEED_MAX(HEED_MAX(p->D, p->Dv), 1);
+    const int64_t limit = uses & HEED_ONLY_SHORT ? HEED_SHORT : HEED_SMALL / HEED_MAX(HEED_MAX(p->D, p->Dv), 1);
     if (most > limit)
         snprintf(why, size, "takes up to %" PRId64 " %s of this head_dim, these are %" PRId64, limit,
                  keys == most ? "keys" : "rows", most);
@@ -209,10 +211,8 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
         snprintf(why, size, "takes head_dim up to %d, this is %" PRId64, k->max_head_dim, head_dim);
     else if (lacks)
         snprintf(why, size, "does not take: %s", use_names[__builtin_ctz(lacks)]);
-    else if (k->uses & HEED_ONLY_SMALL && !heed_is_small(p, why, size))
-        return 0;
     else
-        return 1;
+        return heed_is_small(p, k->uses, why, size);
     return 0;
 }
 

@@ -174,7 +174,7 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
             (!(k->uses & HEED_FOR_LONG) || HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONG) &&
             (!(k->uses & HEED_FOR_LONGER) ||
              HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONGER(HEED_MAX(p->D, p->Dv))) &&
-            (!(k->uses & HEED_ONLY_SMALL) || heed_is_small(p, why, sizeof why)))
+            heed_is_small(p, k->uses, why, sizeof why))
             return k;
         ++*before;
     }
@@ -301,31 +301,43 @@ TEST(few_rows_and_keys_get_kernels_of_their_own)
     static const struct {
         int64_t rows, keys, D;
         const char *says;
+        heed_dtype type;
+        const char *gpu;
     } problems[] = {
-        { HEED_SMALL / 64, HEED_SMALL / 64, 64, "small_f32: taken" },
-        { HEED_SMALL / 32, HEED_SMALL / 32, 32, "small_f32: taken" },
-        { HEED_SMALL / 64 + 1, 70, 64, "small_f32: passed over: takes up to 80 rows of this head_dim, these are 81" },
-        { 70, HEED_SMALL / 32 + 1, 32, "small_f32: passed over: takes up to 160 keys of this head_dim, these are 161" },
-        { 70, 70, 30, "small_f32: passed over: takes head_dim in multiples of 4, this is 30" },
-        { 70, 70, 72, "small_f32: passed over: takes head_dim up to 64, this is 72" },
+        { HEED_SMALL / 64, HEED_SMALL / 64, 64, "small_f32: taken", HEED_F32, "a100" },
+        { HEED_SMALL / 32, HEED_SMALL / 32, 32, "small_f32: taken", HEED_F32, "h200" },
+        { HEED_SMALL / 64 + 1, 70, 64, "small_f32: passed over: takes up to 80 rows of this head_dim, these are 81",
+          HEED_F32, "a100" },
+        { 70, HEED_SMALL / 32 + 1, 32, "small_f32: passed over: takes up to 160 keys of this head_dim, these are 161",
+          HEED_F32, "a100" },
+        { 70, 70, 30, "small_f32: passed over: takes head_dim in multiples of 4, this is 30", HEED_F32, "a100" },
+        { 70, 70, 72, "small_f32: passed over: takes head_dim up to 64, this is 72", HEED_F32, "a100" },
+        { 70, 70, 64, "small_f16: taken", HEED_F16, "a100" },
+        { 1, 1, 8, "sm90short_f16: taken", HEED_F16, "h200" },
+        { HEED_SHORT, HEED_SHORT, 64, "sm90short_bf16: taken", HEED_BF16, "h200" },
+        { HEED_SHORT + 1, 70, 64, "sm90short_f16: passed over: takes up to 256 rows of this head_dim, these are 257",
+          HEED_F16, "h200" },
+        { 70, 70, 60, "sm90short_f16: passed over: takes head_dim in multiples of 8, this is 60", HEED_F16, "h200" },
+        { 70, 70, 72, "sm90short_bf16: passed over: takes head_dim up to 64, this is 72", HEED_BF16, "h200" },
     };
     heed_kernel_info first;
     for (int index = 0;; index++) {
         if (heed_kernel_at(index, &first) != HEED_OK)
             skip(); /* a build without them */
-        if (strstr(first.name, "_cuda_small_f32"))
+        if (strstr(first.name, "_cuda_sm90short_f16"))
             break;
     }
     for (int n = 0; n < COUNT(problems); n++)
         for (int pass = 0; pass < 2; pass++) {
             char text[4096];
-            sample s = sample_of((heed_pass)pass, HEED_F32, problems[n].rows, problems[n].keys, problems[n].D,
+            sample s = sample_of((heed_pass)pass, problems[n].type, problems[n].rows, problems[n].keys, problems[n].D,
                                  problems[n].D);
-            const int64_t step = (problems[n].D + 3) / 4 * 4; /* aligned, so that the head size alone decides */
+            const int64_t step = (problems[n].D + 7) / 8 * 8; /* aligned, so that the head size alone decides */
             heed_tensor *const all[] = { &s.a.q, &s.a.k, &s.a.v, &s.a.o, &s.g.d_o, &s.g.d_q, &s.g.d_k, &s.g.d_v };
             for (int t = 0; t < COUNT(all); t++)
                 memcpy(all[t]->stride, (int64_t[4]){ 4000 * step, 1000 * step, step, 1 }, sizeof all[t]->stride);
-            assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, "a100", text, sizeof text), HEED_OK);
+            assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, problems[n].gpu, text, sizeof text),
+                             HEED_OK);
             if (!strstr(text, problems[n].says))
                 fail_msg("\"%s\" without \"%s\"", text, problems[n].says);
         }

@@ -49,6 +49,14 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_forward_sm90split HEED_NEEDS_sm90split
 #define HEED_NEEDS_backward_sm90split HEED_NEEDS_sm90split
 
+#define HEED_NEEDS_sm90short                                                                                           \
+    90, 90, 227 * 1024, 64,                                                                                            \
+        HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_ALIBI | HEED_USES_SINK | HEED_USES_LENGTHS |                     \
+            HEED_USES_REVERSED | HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_SPREAD | HEED_USES_ORDER |            \
+            HEED_ONLY_SHORT
+#define HEED_NEEDS_forward_sm90short HEED_NEEDS_sm90short
+#define HEED_NEEDS_backward_sm90short HEED_NEEDS_sm90short
+
 #define HEED_NEEDS_forward_small                                                                                       \
     80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 64,                                                                          \
         (HEED_USES_ALL & ~(HEED_USES_UNALIGNED | HEED_USES_PAGES | HEED_USES_PLAIN)) | HEED_ONLY_SMALL
@@ -68,6 +76,8 @@ HEED_DECLARE_CUDA(forward, turing)
 HEED_DECLARE_CUDA(backward, turing)
 HEED_DECLARE_CUDA(forward, sm90)
 HEED_DECLARE_CUDA(forward, small)
+HEED_DECLARE_CUDA(forward, sm90short)
+HEED_DECLARE_CUDA(backward, sm90short)
 HEED_DECLARE_CUDA(backward, small)
 HEED_DECLARE_CUDA(forward, split)
 HEED_DECLARE_CUDA(forward, sm90split)

@@ -82,13 +82,6 @@ __device__ static void differentiate(Tile &S, Tile &dP, const facts (&f)[Tile::R
 
 /* ---- Delta ------------------------------------------------------------------------------------------------------- */
 
-template <class T> __device__ inline float2 unpack(uint32_t x);
-template <> __device__ inline float2 unpack<__half>(uint32_t x) { return __half22float2(*(const __half2 *)&x); }
-template <> __device__ inline float2 unpack<__nv_bfloat16>(uint32_t x)
-{
-    return __bfloat1622float2(*(const __nv_bfloat162 *)&x);
-}
-
 template <class T> __device__ inline float dot(uint32_t x, uint32_t y, float sum)
 {
     const float2 u = unpack<T>(x), v = unpack<T>(y);
@@ -336,33 +329,21 @@ template <class T, int U> static heed_status run(const args &a, const heed_plan 
     return general ? run<T, U, true>(a, plan, x) : run<T, U, false>(a, plan, x);
 }
 
-/* The gradients of sink and bias are made by kernels that want delta in memory. */
-static int wants_delta(const heed_problem *p) { return p->g.d_sink.data || p->g.d_bias.data; }
-
 size_t heed_backward_workspace_small(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
-    return wants_delta(p) ? heed_cuda_delta_bytes(p) : 0;
+    return heed_cuda_others_bytes(p);
 }
 
 heed_status heed_backward_small(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     const on_device device(x->device);
-    heed_status status = device.status;
     args a;
+    heed_status status = device.status;
     if (!status)
         status = heed_cuda_args(p, &a);
-    if (status)
-        return status;
-    char *const given = a.delta.data;
-    if (!given && !wants_delta(p))
-        a.delta.data = heed_stand_in; /* so that nobody computes it */
-    status = heed_cuda_prepare_backward(p, &a, x);
     if (!status)
-        status = heed_cuda_sink_gradient(a, x);
-    if (!status)
-        status = heed_cuda_bias_gradient(a, x);
-    a.delta.data = given; /* the other gradients do not depend on whether these are wanted */
+        status = heed_cuda_prepare_others(p, &a, x);
     if (status)
         return status;
     const bool narrow = HEED_MAX(a.D, a.Dv) <= 32;

@@ -31,22 +31,6 @@ __device__ static float row_sum(float x)
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* Exponents are relative to c times the largest score m, rounded once, so that all use the same number. Where its
- * rounding would matter, scores are subtracted from each other first. */
-struct exponent {
-    float c, m, first, then; /* 2^((x - first) c - then) */
-    __device__ exponent(float factor, float most)
-    {
-        c = factor;
-        m = most == -CUDART_INF_F ? 0.0f : most;
-        then = __fmul_rn(m, c);
-        const bool large = !(fabsf(then) <= 1e7f);
-        first = large ? m : 0.0f, then = large ? 0.0f : then;
-    }
-    __device__ bool large() const { return first != 0.0f; }
-    __device__ float of_most(float x) const { return exp2_fast(__fmul_rn(x - first, c) - then); }
-};
-
 /* P = 2^(c S - c m'), l = l a + sum P, with m' = max(m, S) and a = 2^(c m - c m'), which O is to be multiplied by. */
 template <int N>
 __device__ static void softmax_step(float (&S)[N][4], float (&m)[2], float (&l)[2], float (&a)[2], float c)
@@ -86,36 +70,6 @@ template <class Tile> __device__ static void drop(Tile &t, const args &a, const 
             t.at(r, c) = kept >> c & 1 ? t.at(r, c) * a.keep_scale : 0.0f;
     }
 }
-
-/* A row of o from its two halves. What a sum is relative to is lost where the sink is far above: then it is all there is. */
-struct merged_row {
-    float weight[2], sum, top;
-    exponent e;
-
-    __device__ merged_row(float2 x, float2 y, float c, float scale, float sink) : e(c, fmaxf(x.x, y.x))
-    {
-        weight[0] = e.of_most(x.x), weight[1] = e.of_most(y.x);
-        sum = fmaf(weight[0], x.y, weight[1] * y.y);
-        top = -CUDART_INF_F;
-        if (sum == 0.0f) /* the row saw no key */
-            return;
-        if (sink != -CUDART_INF_F) {
-            top = fminf(e.large() ? (sink - e.m * scale) * LOG2E : fmaf(sink, LOG2E, -e.then), 127.0f);
-            sum += exp2_fast(top);
-        }
-        const float inverse = __frcp_rn(sum);
-        weight[0] *= inverse, weight[1] *= inverse;
-    }
-
-    __device__ float lse(float scale, float sink) const
-    {
-        const float LN2 = 0.693147182f, LN2_REST = -1.90465421e-9f;
-        return sum == 0.0f                  ? -CUDART_INF_F
-               : top > 100.0f && sum == sum ? sink
-               : e.large()                  ? e.m * scale + logf(sum)
-                                            : fmaf(e.then, LN2, fmaf(e.then, LN2_REST, logf(sum)));
-    }
-};
 
 /* A row is 128 U bytes. GENERAL: what the scores need beyond scale and band. keys: see sequence(). A block is teams,
  * threadIdx.z, of two warps, threadIdx.y. */

@@ -94,6 +94,11 @@ heed_status heed_cuda_prepare_forward(const heed_problem *p, const args &a, cons
 size_t heed_cuda_delta_bytes(const heed_problem *p);
 heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x);
 
+/* The same for kernels that compute delta where they need it, and also the gradients of sink and bias: those are made by
+ * kernels that want delta in memory, but the other gradients do not depend on whether they are wanted. */
+size_t heed_cuda_others_bytes(const heed_problem *p);
+heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_exec *x);
+
 /* For each row of q { lse, delta }, or { +inf, 0 } for a row without gradient: its P is then 0. */
 size_t heed_cuda_facts_bytes(const heed_problem *p);
 heed_status heed_cuda_row_facts(const args &a, const int64_t q_shape[4], float2 *facts, const heed_exec *x);

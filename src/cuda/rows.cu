@@ -259,6 +259,24 @@ heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const hee
     return status;
 }
 
+static int wants_delta(const heed_problem *p) { return p->g.d_sink.data || p->g.d_bias.data; }
+
+size_t heed_cuda_others_bytes(const heed_problem *p) { return wants_delta(p) ? heed_cuda_delta_bytes(p) : 0; }
+
+heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_exec *x)
+{
+    char *const given = a->delta.data;
+    if (!given && !wants_delta(p))
+        a->delta.data = heed_stand_in; /* so that nobody computes it */
+    heed_status status = heed_cuda_prepare_backward(p, a, x);
+    if (!status)
+        status = heed_cuda_sink_gradient(*a, x);
+    if (!status)
+        status = heed_cuda_bias_gradient(*a, x);
+    a->delta.data = given;
+    return status;
+}
+
 /* ---- Facts of each row ------------------------------------------------------------------------------------------- */
 
 __global__ void row_facts(const __grid_constant__ args a, rows_shape n, float2 *facts)

@@ -316,6 +316,14 @@ template <class T> __device__ inline void store_piece(const view &t, int64_t at,
     *to = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
 }
 
+/* Two numbers of 16 bits. */
+template <class T> __device__ inline float2 unpack(uint32_t x);
+template <> __device__ inline float2 unpack<__half>(uint32_t x) { return __half22float2(*(const __half2 *)&x); }
+template <> __device__ inline float2 unpack<__nv_bfloat16>(uint32_t x)
+{
+    return __bfloat1622float2(*(const __nv_bfloat162 *)&x);
+}
+
 /* ---- Scores ------------------------------------------------------------------------------------------------------ */
 
 /* A warp's scores as scores.cuh wants to see them: queries are rows. */
@@ -331,6 +339,54 @@ template <class T, int N> struct score_tile {
     __device__ int key(int c) const { return n0 + apart(c); }
     __device__ int low(int r) const { return lows[r]; }
     __device__ int high(int r) const { return highs[r]; }
+};
+
+/* ---- Softmax ----------------------------------------------------------------------------------------------------- */
+
+/* Exponents are relative to c times the largest score m, rounded once, so that all use the same number. Where its
+ * rounding would matter, scores are subtracted from each other first. */
+struct exponent {
+    float c, m, first, then; /* 2^((x - first) c - then) */
+    __device__ exponent(float factor, float most)
+    {
+        c = factor;
+        m = most == -CUDART_INF_F ? 0.0f : most;
+        then = __fmul_rn(m, c);
+        const bool large = !(fabsf(then) <= 1e7f);
+        first = large ? m : 0.0f, then = large ? 0.0f : then;
+    }
+    __device__ bool large() const { return first != 0.0f; }
+    __device__ float of_most(float x) const { return exp2_fast(__fmul_rn(x - first, c) - then); }
+};
+
+/* A row of o from its two halves. What a sum is relative to is lost where the sink is far above: then it is all there is. */
+struct merged_row {
+    float weight[2], sum, top;
+    exponent e;
+
+    __device__ merged_row(float2 x, float2 y, float c, float scale, float sink) : e(c, fmaxf(x.x, y.x))
+    {
+        weight[0] = e.of_most(x.x), weight[1] = e.of_most(y.x);
+        sum = fmaf(weight[0], x.y, weight[1] * y.y);
+        top = -CUDART_INF_F;
+        if (sum == 0.0f) /* the row saw no key */
+            return;
+        if (sink != -CUDART_INF_F) {
+            top = fminf(e.large() ? (sink - e.m * scale) * LOG2E : fmaf(sink, LOG2E, -e.then), 127.0f);
+            sum += exp2_fast(top);
+        }
+        const float inverse = __frcp_rn(sum);
+        weight[0] *= inverse, weight[1] *= inverse;
+    }
+
+    __device__ float lse(float scale, float sink) const
+    {
+        const float LN2 = 0.693147182f, LN2_REST = -1.90465421e-9f;
+        return sum == 0.0f                  ? -CUDART_INF_F
+               : top > 100.0f && sum == sum ? sink
+               : e.large()                  ? e.m * scale + logf(sum)
+                                            : fmaf(e.then, LN2, fmaf(e.then, LN2_REST, logf(sum)));
+    }
 };
 
 #endif

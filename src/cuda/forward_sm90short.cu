@@ -1,0 +1,142 @@
+/* Forward for up to 256 rows and keys on Hopper, fp16 and bf16, head sizes to 64: short_sm90.cuh. */
+#include "short_sm90.cuh"
+
+/* Q is also the way out. */
+template <int KEYS> struct forward_room {
+    char Q[SHORT_OWN * 128], K[KEYS * 128], V[KEYS * 128];
+};
+
+/* lse of a row, and what its O is to be multiplied by: 0 where it saw no key. */
+template <bool GENERAL>
+__device__ static float conclude(float m, float sum, float c, float scale, float sink, float &weight)
+{
+    if (GENERAL && sink != -CUDART_INF_F) {
+        const merged_row y(make_float2(m, sum), make_float2(-CUDART_INF_F, 0.0f), c, scale, sink);
+        weight = y.weight[0];
+        return y.lse(scale, sink);
+    }
+    const float LN2 = 0.693147182f, log = __logf(sum);
+    const exponent e(c, m);
+    weight = sum == 0.0f ? 0.0f : reciprocal_fast(sum);
+    return sum == 0.0f ? -CUDART_INF_F : e.large() ? fmaf(e.m, scale, log) : fmaf(e.then, LN2, log);
+}
+
+/* Keys are met in one or two parts of N. GENERAL: a sink, or what the scores need beyond scale and such bands as short_row()
+ * takes. */
+template <class T, int N, int PARTS, bool GENERAL>
+__global__ void __launch_bounds__(SHORT_THREADS, (PARTS > 1 ? 3 : 4) - GENERAL)
+    forward_sm90short(const __grid_constant__ args a)
+{
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(1024) char memory[];
+    auto &room = *(forward_room<N * PARTS> *)memory;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i0 = blockIdx.y * SHORT_OWN;
+    let_next_start();
+    if (GENERAL || is_ragged(a))
+        wait_for_last();
+    const span s = span_of(a, own_sequence(a));
+    if (i0 >= s.rows)
+        return;
+    const head x = head_of(a, s, own_head(a));
+    const int hk = a.G == 1 ? x.h : x.hk, row = i0 + warp * 16 + lane / 4; /* a division takes its time */
+    const meeting see = meet<false, GENERAL>(a, s, i0, min(i0 + SHORT_OWN, s.rows));
+    const int first = see.first & ~7;
+    const source q = rows_of<T>(a.q, row_at(a.q, s.q_batch, x.h, s.q_row), a.q.stride[2], s.rows - 1, a.D);
+    const source k = rows_of<T>(a.k, row_at(a.k, s.k_batch, hk, s.k_row + a.col), a.col_step * a.k.stride[2],
+                                see.last - 1, a.D);
+    const source v = rows_of<T>(a.v, row_at(a.v, s.k_batch, hk, s.k_row + a.col), a.col_step * a.v.stride[2],
+                                see.last - 1, a.Dv);
+    wait_for_last(q.first, k.first, v.first);
+    copy_rows(room.Q, q, i0, SHORT_OWN);
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        copy_rows(room.K + p * N * 128, k, first + p * N, N);
+        commit_copies();
+        copy_rows(room.V + p * N * 128, v, first + p * N, N);
+        commit_copies();
+    }
+    const float scale = GENERAL ? 1.0f : a.scale, c = fmaxf(fminf(scale * LOG2E, 3e38f), 1.2e-38f);
+    float O[32], m[2] = { -CUDART_INF_F, -CUDART_INF_F }, l[2] = {};
+    int n0 = first, met = 0;
+    do { /* once at least: what it meets may be hidden */
+        const int at = met * N * 128;
+        float S[N / 2];
+        wait_for_tiles(2 * (PARTS - met) - 1);
+        wgmma_fence();
+        multiply_rows<T, 64, SHORT_OWN, N>(S, tile_at(shared_address(room.Q)), tile_at(shared_address(room.K) + at));
+        wgmma_commit();
+        wait_for_tiles(2 * (PARTS - met) - 2);
+        wgmma_wait<0>();
+        query_scores<N> t = { S, row, n0 + lane % 4 * 2 };
+        const bool whole = n0 >= see.inside && n0 + N <= see.outside;
+        if (!whole)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                short_row<GENERAL>(a, s, min(t.row(r), s.rows - 1), t.lows[r], t.highs[r]);
+        if (GENERAL)
+            score(t, a.scale, a, s, x, whole);
+        else if (!whole)
+            hide_outside_band(t);
+        float rescale[2];
+        softmax_step(t, m, l, rescale, c);
+        if (PARTS > 1 && met)
+#pragma unroll
+            for (int i = 0; i < 32; i++)
+                O[i] *= rescale[i / 2 % 2];
+        uint32_t P[N / 16][4];
+        pack_rows<T, N>(P, S);
+        wgmma_fence();
+        multiply_columns<T, 64, N>(O, P, tile_at(shared_address(room.V) + at, N * 128), met); /* O += P V */
+        wgmma_commit();
+        if (PARTS > 1)
+            wgmma_wait<0>();
+        met++;
+    } while (PARTS > 1 && (n0 += N) < see.last);
+    const float sink = GENERAL && a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
+    float weight[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float lse = conclude<GENERAL>(m[r], quad_sum(l[r]), c, scale, sink, weight[r]);
+        if (a.lse.data && lane % 4 == 0 && row + 8 * r < s.rows)
+            ((float *)a.lse.data)[row_at(a.lse, s.q_batch, x.h, s.q_row + row + 8 * r)] = lse;
+    }
+    wgmma_wait<0>();
+    wait_for_tiles(); /* all have done with Q */
+    const int own = i0 + warp * 16;
+    store_rows<T>(room.Q + warp * (16 * 128), O, weight[0], weight[1], a.o, row_at(a.o, s.q_batch, x.h, s.q_row + own),
+                  a.o.stride[2], s.rows - own, a.Dv);
+#endif
+}
+
+/* ---- Launching --------------------------------------------------------------------------------------------------- */
+
+template <class T, int N, int PARTS> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+{
+    const bool general = is_general(a) || a.sink.data;
+    return launch_early(general ? forward_sm90short<T, N, PARTS, true> : forward_sm90short<T, N, PARTS, false>,
+                        grid_of(a, tiles_of(a.Sq, SHORT_OWN)), dim3(SHORT_THREADS), sizeof(forward_room<N * PARTS>),
+                        plan, x, a);
+}
+
+template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+{
+    const int keys = keys_of(a);
+    return keys <= 64    ? run<T, 64, 1>(a, plan, x)
+           : keys <= 128 ? run<T, 128, 1>(a, plan, x)
+                         : run<T, 128, 2>(a, plan, x);
+}
+
+size_t heed_forward_workspace_sm90short(const heed_problem *p, const heed_plan *plan)
+{
+    (void)p, (void)plan;
+    return 0;
+}
+
+heed_status heed_forward_sm90short(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    const prologue start(p, x);
+    const args &a = start.a;
+    if (start.status)
+        return start.status;
+    return a.q.dtype == HEED_F16 ? run<__half>(a, plan, x) : run<__nv_bfloat16>(a, plan, x);
+}
