@@ -440,6 +440,7 @@ heed_status heed_check(const heed_attention *a, const heed_gradient *g, const he
         (s = check_overlap(p)))
         return s;
     p->aligned = all_aligned(p);
+    heed_span_full(p, &p->full);
     return HEED_OK;
 }
 

@@ -50,6 +50,23 @@ extern char heed_stand_in[64];
 
 typedef enum heed_pass { HEED_FORWARD = 0, HEED_BACKWARD = 1 } heed_pass;
 
+/* One sequence of the batch once lengths, offsets, pages, stride and positions are applied. Its rows are i = 0 ..
+ * rows-1 and the keys it can see n = 0 .. keys-1; with a key stride, key n is number col + n * col_step of the
+ * sequence. Everything that follows from those rules is in this struct, so kernels know nothing of them.
+ *
+ *     q, o, d_o, lse, d_q    batch index q_batch, memory row q_row + i
+ *     k, v, d_k, d_v         batch index k_batch, memory row k_row + col + n * col_step        (not paged)
+ *     mask, bias             batch index b, row i, column col + n * col_step
+ *     positions              p_i = p0 + i * p_step, r_n = r0 + n * r_step
+ */
+typedef struct heed_span {
+    int64_t b, q_batch, k_batch;
+    int64_t q_row, rows;
+    int64_t k_row, col, col_step, keys;
+    int64_t p0, p_step, r0, r_step;
+    int64_t padded_rows, padded_keys; /* rows and keys in memory, padding included: what must be set to zero */
+} heed_span;
+
 /* A checked call. In a and g every stride is filled in and is 0 where a size of 1 broadcasts (in mask, bias, alibi,
  * d_bias); scale, key_stride, steps and windows hold their effective values; absent tensors have data == NULL. */
 typedef struct heed_problem {
@@ -68,6 +85,7 @@ typedef struct heed_problem {
     int aligned; /* every tensor's data and its rows start at multiples of 16 bytes, and columns are contiguous */
     int nondeterministic;
     heed_precision precision;
+    heed_span full; /* sequence 0 as if there were no lengths and offsets */
 } heed_problem;
 
 #define HEED_UNBOUNDED INT64_MAX
@@ -84,26 +102,10 @@ heed_status heed_check_merge(const heed_tensor *o, const heed_tensor *lse, const
 heed_status heed_check_delta(const heed_tensor *o, const heed_tensor *d_o, const heed_tensor *d_lse,
                              const heed_tensor *delta, heed_tensor normal[4]);
 
-/* One sequence of the batch once lengths, offsets, pages, stride and positions are applied. Its rows are i = 0 ..
- * rows-1 and the keys it can see n = 0 .. keys-1; with a key stride, key n is number col + n * col_step of the
- * sequence. Everything that follows from those rules is in this struct, so kernels know nothing of them.
- *
- *     q, o, d_o, lse, d_q    batch index q_batch, memory row q_row + i
- *     k, v, d_k, d_v         batch index k_batch, memory row k_row + col + n * col_step        (not paged)
- *     mask, bias             batch index b, row i, column col + n * col_step
- *     positions              p_i = p0 + i * p_step, r_n = r0 + n * r_step
- */
-typedef struct heed_span {
-    int64_t b, q_batch, k_batch;
-    int64_t q_row, rows;
-    int64_t k_row, col, col_step, keys;
-    int64_t p0, p_step, r0, r_step;
-    int64_t padded_rows, padded_keys; /* rows and keys in memory, padding included: what must be set to zero */
-} heed_span;
-
 /* HEED_BAD_ARGUMENT where lengths, offsets or pages, which only now can be read, point out of bounds. CPU memory. */
 heed_status heed_check_lengths(const heed_problem *p);
 void heed_span_of(const heed_problem *p, int64_t b, heed_span *s);
+void heed_span_full(const heed_problem *p, heed_span *s);
 
 /* The keys n in [*first, *last) that the band lets row i see; *first == *last: none. */
 void heed_band(const heed_problem *p, const heed_span *s, int64_t i, int64_t *first, int64_t *last);

@@ -67,13 +67,11 @@ static int64_t place_keys(const heed_problem *p, heed_span *s)
     return lengths ? lengths[b] : s->padded_keys;
 }
 
-void heed_span_of(const heed_problem *p, int64_t b, heed_span *s)
+/* Positions, and which of so many keys are seen. */
+static void place_positions(const heed_problem *p, int64_t length, heed_span *s)
 {
     const heed_attention *a = &p->a;
-    *s = (heed_span){ .b = b };
-    place_rows(p, s);
-    int64_t length = place_keys(p, s), r_first = 0, r_each = 1;
-
+    int64_t r_first = 0, r_each = 1;
     s->p_step = 1;
     if (a->align == HEED_ALIGN_BOTTOM_RIGHT)
         s->p0 = length - s->rows;
@@ -91,6 +89,19 @@ void heed_span_of(const heed_problem *p, int64_t b, heed_span *s)
     if (s->col_step >= p->Sk)
         s->col_step = 1; /* no sequence takes a second step, and this one could be too large to multiply */
     s->r_step = s->col_step * r_each;
+}
+
+void heed_span_of(const heed_problem *p, int64_t b, heed_span *s)
+{
+    *s = (heed_span){ .b = b };
+    place_rows(p, s);
+    place_positions(p, place_keys(p, s), s);
+}
+
+void heed_span_full(const heed_problem *p, heed_span *s)
+{
+    *s = (heed_span){ .rows = p->Sq, .padded_rows = p->Sq, .padded_keys = p->Sk };
+    place_positions(p, p->Sk, s);
 }
 
 void heed_band(const heed_problem *p, const heed_span *s, int64_t i, int64_t *first, int64_t *last)

@@ -160,13 +160,10 @@ static void place(const heed_tensor &t, view *v)
         *v = view_of(t);
 }
 
-/* The stride and the positions, which are the same for every sequence: heed_span_of() as if all had full length. */
+/* The stride and the positions, which are the same for every sequence. */
 static void place_keys(const heed_problem *p, args *a)
 {
-    heed_problem full = *p;
-    full.a.lengths_q = full.a.lengths_k = full.a.offsets_q = full.a.offsets_k = NULL;
-    heed_span s;
-    heed_span_of(&full, 0, &s);
+    const heed_span &s = p->full;
     a->col = s.keys ? s.col : INT32_MAX;                         /* none is on the stride */
     a->col_step = s.keys == 1 ? HEED_MAX(p->Sk, 1) : s.col_step; /* then s says nothing of the step */
     a->p0 = s.p0, a->p_step = s.p_step, a->r0 = s.r0, a->r_step = s.r_step;

@@ -12,12 +12,14 @@ heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, si
 heed_status heed_cuda_launch_grid(const void *kernel, dim3 blocks, dim3 threads, size_t shared_bytes, bool early,
                                   const heed_exec *x, void **arguments);
 
-/* Makes the call's device current and puts back the caller's on leaving the scope. */
+/* Makes the call's device current and puts back the caller's on leaving the scope. Where there is but one, it is current. */
 struct on_device {
     int before = -1;
-    heed_status status;
+    heed_status status = HEED_OK;
     explicit on_device(int device)
     {
+        if (heed_cuda_device_count() == 1)
+            return;
         cudaError_t error = cudaGetDevice(&before);
         if (!error && before != device)
             error = cudaSetDevice(device);
