@@ -228,7 +228,15 @@ def explain(q: Any, k: Any, v: Any, *, backward: bool = False, chip: str | None 
 
     chip: None for the device of q, or the name of one that need not be here: "a100", "h200", "avx2" ...
     """
-    return _C.explain(chip, backward, *Arguments(q, k, v, **options))
+    options.pop("return_lse", None)
+    if options.get("dropout_seed") is None:
+        options["dropout_seed"] = 0  # none is drawn for a call that is not made
+    arguments = Arguments(q, k, v, **options)
+    if _is_torch(q):
+        from heed import _torch
+
+        return _C.explain(chip, backward, *_torch._prepare(arguments))
+    return _C.explain(chip, backward, *_arrays._prepare(arguments))
 
 
 def kernels() -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import check_close, problems
+from problems import Numbers, check_close, dtypes, options, problems
 
 import heed
 
@@ -136,6 +136,51 @@ def test_packed_sequences_are_as_if_each_were_alone(data, device):
     inputs = [q, k, v]
     for a, b in zip(torch.autograd.grad(o, inputs, do), torch.autograd.grad(together, inputs, do), strict=True):
         check_close("gradient", a, b, torch.float32)
+
+
+@given(data=st.data())
+@settings(max_examples=_EXAMPLES)
+def test_packed_sequences_take_every_argument(data, device):
+    """The same as a padded batch of them, dropout and gradients included."""
+    heads, ratio = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    D, Dv = (data.draw(st.integers(1, 40)) for _ in range(2))
+    sizes = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=3))
+    B, H, (S, T) = len(sizes), heads * ratio, map(max, zip(*sizes, strict=True))
+    n, dtype = Numbers(data.draw, device), data.draw(dtypes(device))
+    q, k, v = (
+        n.tensor((sum(size[side] for size in sizes), width, columns), dtype).requires_grad_()
+        for side, width, columns in ((0, H, D), (1, heads, D), (1, heads, Dv))
+    )
+    how = data.draw(options(n, B, H, S, T, dtype))
+    how.pop("lengths_q", None)
+    rows, keys = ([size[side] for size in sizes] for side in (0, 1))
+    if "lengths_k" in how:
+        keys = [data.draw(st.integers(0, most)) for most in keys]
+        how["lengths_k"] = torch.tensor(keys, device=device)
+    if data.draw(st.booleans()):
+        how |= {"dropout_p": 0.25, "dropout_seed": data.draw(st.integers(0, 2**63))}
+    inputs = [q, k, v, *(how[name].requires_grad_() for name in ("bias", "sink") if name in how)]
+    kind = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    cu_q, cu_k = (
+        torch.tensor([0, *(size[side] for size in sizes)], device=device).cumsum(0).to(kind) for side in (0, 1)
+    )
+    o, lse = heed.attention_varlen(q, k, v, cu_q, cu_k, S, T, return_lse=True, **how)
+
+    def padded(t, side, most):
+        parts = t.split([size[side] for size in sizes])
+        return torch.stack([torch.nn.functional.pad(part, (0, 0, 0, 0, 0, most - len(part))) for part in parts])
+
+    lengths = {"lengths_q": torch.tensor(rows, device=device), "lengths_k": torch.tensor(keys, device=device)}
+    given = (padded(q, 0, S), padded(k, 1, T), padded(v, 1, T))
+    all_o, all_lse = heed.attention(*given, layout="bshd", return_lse=True, **(how | lengths))
+    want = torch.cat([all_o[b, :count] for b, count in enumerate(rows)])
+    want_lse = torch.cat([all_lse[b, :, :count] for b, count in enumerate(rows)], dim=1)
+    check_close("o", o, want, dtype)
+    check_close("lse", lse, want_lse, torch.float32)
+    do, dlse = torch.randn_like(o), torch.where(lse.isinf(), 0.0, torch.randn_like(lse))
+    grads = torch.autograd.grad((o, lse), inputs, (do, dlse))
+    for grad, wanted in zip(grads, torch.autograd.grad((want, want_lse), inputs, (do, dlse)), strict=True):
+        check_close("gradient", grad, wanted, dtype)
 
 
 def test_packed_sequences_take_biases_masks_and_backward(device):

@@ -75,12 +75,14 @@ def message(kind, text, *arguments, function=heed.attention, **options):
         (ValueError, "lengths_k", {"lengths_k": torch.tensor([1, -1])}),
     ],
 )  # fmt: skip
-def test_attention_says_what_is_wrong(kind, text, changes):
-    for needs_grad in (False, True):
-        given = {"q": Q, "k": Q, "v": Q} | changes
-        if needs_grad:
-            given["v"] = given["v"].clone().requires_grad_() if given["v"] is Q else given["v"]
-        message(kind, text, **given)
+def test_attention_says_what_is_wrong(kind, text, changes, device):
+    if device == "cuda" and text == "lengths_k":
+        pytest.skip("lengths on a GPU are not waited for")
+    ours = {"q": Q, "k": Q, "v": Q} | changes
+    given = {name: t.to(device) if isinstance(t, torch.Tensor) and not t.is_meta else t for name, t in ours.items()}
+    message(kind, text, **given)
+    if ours["v"] is Q:
+        message(kind, text, **given | {"v": given["v"].clone().requires_grad_()})
 
 
 def test_devices_must_agree(device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import Numbers, check_close, options
 
 import heed
 
@@ -63,6 +64,24 @@ def test_new_keys_are_appended_and_attended_to(data, device, paged, causal):
         arrays = (None if t is None else t.numpy() for t in (q, flat_k, flat_v, new_k, new_v, lengths))
         from_numpy = heed.attention_with_kvcache(*arrays, causal=causal)
         assert torch.allclose(torch.from_numpy(from_numpy).float(), want.float(), atol=tolerance)
+
+
+@given(data=st.data(), paged=st.booleans())
+@settings(max_examples=settings.default.max_examples // 2)
+def test_every_option_is_that_of_attention(data, device, paged):
+    q, k_pages, v_pages, new_k, new_v, lengths, table = data.draw(caches(device))
+    B, S, H, _ = q.shape
+    how = data.draw(options(Numbers(data.draw, device), B, H, S, k_pages.shape[1] * table.shape[1], q.dtype))
+    how.pop("lengths_k", None)
+    cache = (k_pages, v_pages) if paged else [t[table.long()].flatten(1, 2) for t in (k_pages, v_pages)]
+    o, lse = heed.attention_with_kvcache(
+        q, *cache, new_k, new_v, lengths, table if paged else None, return_lse=True, **how
+    )
+    keys, values = [t[table.long()].flatten(1, 2) for t in cache] if paged else cache
+    now = lengths if new_k is None else lengths + new_k.shape[1]
+    want, want_lse = heed.attention(q, keys, values, layout="bshd", lengths_k=now, return_lse=True, **how)
+    check_close("o", o, want, q.dtype)
+    check_close("lse", lse, want_lse, torch.float32)
 
 
 def test_the_options_of_attention_apply(device):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import Numbers, broadcast, options
 
 import heed
 
@@ -58,31 +59,61 @@ def test_scaled_dot_product_attention_broadcasts_and_refuses(device):
     assert not torch.equal(dropped, heed.scaled_dot_product_attention(q, q, q))
 
 
-@pytest.mark.parametrize("rotary", [False, True, 500.0])
-@pytest.mark.parametrize("kv_heads", [None, 1, 2])
-def test_attention_module_is_its_formula(device, rotary, kv_heads):
-    torch.manual_seed(0)
-    layer = heed.nn.Attention(24, 4, num_kv_heads=kv_heads, rotary=rotary, causal=True, stride=2, device=device)
-    x = torch.randn(2, 9, 24, device=device, requires_grad=True)
-    G = kv_heads or 4
-    q = layer.q(x).reshape(2, 9, 4, 6)
-    k, v = (t.reshape(2, 9, G, 6) for t in layer.kv(x).split(G * 6, -1))
+def turned(t, positions, base):
+    """Rotary embedding by complex numbers. t: [B, S, H, D]."""
+    half = t.shape[-1] // 2
+    angle = positions[..., None, None] * base ** (-torch.arange(half, device=t.device) / half)
+    turn = torch.complex(t[..., :half], t[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turn.real, turn.imag), -1)
+
+
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 2)
+def test_attention_module_is_its_formula(data, device):
+    n = Numbers(data.draw, device)
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    B, S, G, ratio = (data.draw(st.integers(1, most)) for most in (2, 9, 2, 2))
+    H, given_heads = G * ratio, data.draw(st.booleans())
+    D = 2 * data.draw(st.integers(1, 5))
+    E = H * D if not given_heads else data.draw(st.integers(1, 20))
+    context_dim = data.draw(st.one_of(st.none(), st.integers(1, 12)))
+    T = S if context_dim is None else data.draw(st.integers(1, 9))
+    rotary = data.draw(st.sampled_from([False, True, 500.0]))
+    drawn = data.draw(options(n, B, H, S, T, torch.float32))
+    shared = {name: drawn[name] for name in ("causal", "window", "stride", "softcap") if name in drawn}
+    extra = {name: drawn[name] for name in ("mask", "bias") if name in drawn}
+    lengths = drawn.get("lengths_k")
+    layer = heed.nn.Attention(
+        E, H, num_kv_heads=None if G == H else G, head_dim=D if given_heads else None, context_dim=context_dim,
+        bias=data.draw(st.booleans()), rotary=rotary, device=device, dtype=torch.float32, **shared,
+    )  # fmt: skip
+    x = n.normal(B, S, E).to(device).requires_grad_()
+    context = None if context_dim is None else n.normal(B, T, context_dim).to(device)
+    positions = None
+    if rotary and context is None and data.draw(st.booleans()):
+        shape = (B, S) if data.draw(st.booleans()) else (S,)
+        positions = torch.randint(50, shape, device=device)
+
+    source = x if context is None else context
+    q = layer.q(x).reshape(B, S, H, D)
+    k, v = (t.reshape(B, T, G, D) for t in layer.kv(source).split(G * D, -1))
     if rotary:
         base = 10000.0 if rotary is True else rotary
-        angle = torch.arange(9, device=device)[:, None] * base ** (-torch.arange(3, device=device) / 3)
-        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-        q, k = ((torch.complex(t[..., :3], t[..., 3:]) * turn) for t in (q, k))
-        q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
-    o, _ = reference.attention(q, k, v, layout="bshd", causal=True, stride=2)
+        rows, keys = (torch.arange(m, device=device) if positions is None else positions for m in (S, T))
+        q, k = turned(q, rows, base), turned(k, keys, base)
+    o, _ = reference.attention(q, k, v, layout="bshd", lengths_k=lengths, **shared, **extra)
     want = layer.out(o.float().flatten(-2))
-    y = layer(x)
-    assert torch.allclose(y, want, atol=1e-5)
-    names = [name for name, _ in layer.named_parameters()]
+    y = layer(x, context, lengths=lengths, positions=positions, **extra)
+    assert torch.allclose(y, want, atol=1e-4)
+    inputs = [x, *layer.parameters()]
+    grads = torch.autograd.grad(y.square().sum(), inputs)
+    for a, b in zip(grads, torch.autograd.grad(want.square().sum(), inputs), strict=True):
+        assert torch.allclose(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_attention_module_has_these_parameters():
+    names = [name for name, _ in heed.nn.Attention(24, 4).named_parameters()]
     assert names == ["q.weight", "q.bias", "kv.weight", "kv.bias", "out.weight", "out.bias"]
-    grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
-    wanted = torch.autograd.grad(want.square().sum(), [x, *layer.parameters()])
-    for a, b in zip(grads, wanted, strict=True):
-        assert torch.allclose(a, b, atol=1e-3)
 
 
 def test_attention_module_options(device):
@@ -140,15 +171,19 @@ def test_self_attention_and_its_gradients(n, d, device):
         assert torch.equal(torch.from_numpy(array), output)
 
 
-def test_fused_attention_with_and_without_mask(device):
-    q, k, v = (torch.randn(2, 3, 7, 16, device=device) for _ in range(3))
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 4)
+def test_fused_attention_with_and_without_mask(data, device):
+    n = Numbers(data.draw, device)
+    B, H, S, T, D = (data.draw(st.integers(1, most)) for most in (2, 3, 20, 20, 24))
+    q, k, v = (n.tensor((B, H, rows, D), torch.float32) for rows in (S, T, T))
     plain = heed.fused_attention(q, k, v)
     assert torch.allclose(plain, F.scaled_dot_product_attention(q, k, v), atol=1e-5)
     assert torch.equal(plain, heed.fused_attention_with_mask(q, k, v, None))
-    mask = torch.rand(7, 7, device=device) > 0.4
-    for added in (mask, torch.randn(2, 1, 7, 7, device=device)):
-        want = F.scaled_dot_product_attention(q, k, v, attn_mask=added)
-        assert torch.allclose(heed.fused_attention_with_mask(q, k, v, added), want, atol=1e-5)
+    numbers = n.normal(*data.draw(broadcast((B, H, S, T)))).to(device)
+    for mask in (numbers > -0.3, numbers):
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(B, H, S, T))
+        assert torch.allclose(heed.fused_attention_with_mask(q, k, v, mask), want, atol=1e-5)
 
 
 def test_names_that_need_torch_are_found():

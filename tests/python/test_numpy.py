@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,7 @@ def test_without_torch():
     """heed works where PyTorch is not, and does not load it where it is not asked for."""
     program = """
 import sys
+from pathlib import Path
 import numpy as np, heed
 x = np.ones((1, 1, 2, 4), np.float32)
 assert (heed.attention(x, x, x) == 1).all() and "torch" not in sys.modules
@@ -141,6 +143,14 @@ print(compiled(x, x, x).sum().item(), heed.attention(x, x, x).sum().item())
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "8.0 8.0"
+
+
+def test_the_stubs_of_the_extension_are_complete():
+    import ast
+
+    stubs = ast.parse((Path(heed.__file__).parent / "_C.pyi").read_text())
+    said = {node.name for node in stubs.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert said == {name for name in dir(heed._C) if not name.startswith("__")}
 
 
 def test_what_the_library_says_of_itself():

@@ -173,6 +173,18 @@ def test_inputs_are_read_where_they_lie(device):
         assert torch.cuda.max_memory_allocated() - before < 2 * o.numel() * o.element_size()
 
 
+@given(data=st.data(), backward=st.booleans(), chip=st.sampled_from([None, "h200", "a100", "avx512", "avx2"]))
+@_FEW
+def test_the_kernel_of_every_problem_is_explained(data, device, backward, chip):
+    p = data.draw(problems(device))
+    if p.q.dtype == torch.float64 or (chip is not None and (chip[0] == "a" and chip[1] == "v") == (device == "cuda")):
+        chip = None
+    text = heed.explain(p.q, p.k, p.v, backward=backward, chip=chip, **p.options)
+    taken = [line.split(":")[0].strip() for line in text.splitlines() if ": taken" in line]
+    known = {row["name"] for row in heed.kernels() if row["backward"] == backward}
+    assert len(taken) == 1 and taken[0] in known
+
+
 def test_a_single_number_as_a_tensor(device):
     one = torch.ones((), device=device).expand(2, 2, 3, 4)
     assert torch.allclose(heed.attention(one, one, one), torch.ones(2, 2, 3, 4, device=device))
