@@ -75,15 +75,16 @@ def correctness(device, quick):
 
 
 def attention_times(size, device, backward):
-    """Milliseconds of naive and heed, attention alone, as the model calls it."""
+    """Milliseconds of naive and heed, attention alone, on q, k and v as they lie in the model."""
     _, _, width, heads, batch, tokens, stride = size
-    qkv = torch.randn(batch, tokens, 3, heads, width // heads, device=device, requires_grad=backward)
+    qkv = torch.randn(batch, tokens, 3, heads, width // heads, device=device).permute(2, 0, 3, 1, 4)
+    q, k, v = (t.requires_grad_(backward) for t in qkv)
     d_o = torch.randn(batch, heads, tokens, width // heads, device=device)
     times = []
     for attention in NaiveStridedAttention(stride), heed.CustomStridedAttention(stride):
         def call():
-            o = attention(*qkv.permute(2, 0, 3, 1, 4))
-            return torch.autograd.grad(o, qkv, d_o) if backward else o
+            o = attention(q, k, v)
+            return torch.autograd.grad(o, (q, k, v), d_o) if backward else o
 
         times.append(milliseconds(call, torch.device(device), budget_ms=200, queued=False))
     return times
