@@ -24,11 +24,9 @@ def _namespace(value: Any) -> Any:
     return sys.modules[_library(value)]
 
 
-def empty(like: Any, shape: tuple[int, ...] | None, strides: tuple[int, ...], dtype: str) -> Any:
-    """A new array of like's library: shaped like it, or with that shape in the memory order that the strides say."""
+def empty(like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> Any:
+    """A new array of like's library, in the memory order that the strides say."""
     xp = _namespace(like)
-    if shape is None:
-        return xp.empty_like(like)
     outer_first = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
     packed = xp.empty([shape[d] for d in outer_first], dtype=getattr(xp, dtype) if dtype != "bfloat16" else like.dtype)
     return packed.transpose([outer_first.index(d) for d in range(len(shape))])

@@ -16,8 +16,6 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 
 
 def empty(like: torch.Tensor, shape: Any, strides: Any, dtype: str) -> torch.Tensor:
-    if shape is None:
-        return torch.empty_like(like)
     return torch.empty_strided(shape, strides, dtype=_DTYPES[dtype], device=like.device)
 
 
@@ -123,29 +121,41 @@ def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tu
 
 
 class _Attention(torch.autograd.Function):
-    """Inputs: q, k, v, all arguments in one object, and, where one of them is not None, bias and sink."""
+    """Inputs: q, k, v, and, where one of them is not None, bias and sink. _C.apply calls it."""
 
     forward = staticmethod(_C.function_forward)
-    backward = staticmethod(_C.function_backward)
+    # PyTorch asks for these in each call, by a name that it makes anew and so cannot find quickly in a base class.
+    setup_context = staticmethod(torch.autograd.Function.setup_context)
+    clear_saved_tensors_on_access = boxed_grads_call = False
+
+
+class _AttentionBackward(_C.Backward, _Attention._backward_cls):  # type: ignore[misc, name-defined]
+    """The node of a graph: the engine's call goes straight to the extension."""
+
+    __slots__ = ("options",)  # what the call remembers beside its tensors
+    apply = _C.Backward.apply
+
+
+_Attention._backward_cls = _AttentionBackward
 
 
 def _backward_otherwise(ctx: Any, do: Any, dlse: Any) -> Any:
     """The backward where only lse was used, or where a graph of it is asked for."""
-    wants = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:], False, False][:5]
+    wants = [*ctx.needs_input_grad, False, False][:5]
     o, lse, arguments = _C.function_state(ctx)
     if do is None:
         do = torch.zeros_like(o)
     op = _ops.AttentionBackward.apply if torch.is_grad_enabled() else torch.ops.heed.attention_backward
     results = op(do, dlse, o, lse, wants, *_ops.to_op(Arguments(*arguments)))
-    dq, dk, dv, *rest = (result if want else None for result, want in zip(results, wants, strict=True))
-    return (dq, dk, dv, None, *rest)[: len(ctx.needs_input_grad)]
+    gradients = [result if want else None for result, want in zip(results, wants, strict=True)]
+    return tuple(gradients[: len(ctx.needs_input_grad)])
 
 
 _C.use_torch(
     torch.Tensor,
     torch.nn.Parameter,
     getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
-    (torch.empty_like, torch.empty_strided, _DTYPES),
+    (torch.empty_strided, _DTYPES),
     (torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
     torch._C.TensorBase.requires_grad,
     vars(torch.autograd.forward_ad),

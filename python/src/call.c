@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+PyObject *call_names[ARGUMENTS], *call_defaults[ARGUMENTS];
+
 int call_fail(heed_status status)
 {
     PyObject *type = status == HEED_BAD_ARGUMENT  ? PyExc_ValueError
@@ -70,10 +72,7 @@ static view *open_view(call *c, PyObject *object, const char *name, int writable
     return NULL;
 }
 
-static const struct {
-    int ndim, axis[4];
-    const char *meaning;
-} layouts[] = {
+const call_layout call_layouts[] = {
     [BHSD] = { 4, { 0, 1, 2, 3 }, "batch, heads, sequence, head_dim" },
     [BSHD] = { 4, { 0, 2, 1, 3 }, "batch, sequence, heads, head_dim" },
     [THD] = { 3, { -1, 1, 0, 2 }, "tokens, heads, head_dim" },
@@ -81,12 +80,12 @@ static const struct {
 
 static int arrange_as_q(const call *c, const view *v, const char *name, heed_tensor *t)
 {
-    if (v->ndim != layouts[c->layout].ndim) {
-        PyErr_Format(PyExc_ValueError, "%s: has %d dimensions, expected %d: %s", name, v->ndim, layouts[c->layout].ndim,
-                     layouts[c->layout].meaning);
+    if (v->ndim != call_layouts[c->layout].ndim) {
+        PyErr_Format(PyExc_ValueError, "%s: has %d dimensions, expected %d: %s", name, v->ndim,
+                     call_layouts[c->layout].ndim, call_layouts[c->layout].meaning);
         return -1;
     }
-    return arrange(v, name, layouts[c->layout].axis, t);
+    return arrange(v, name, call_layouts[c->layout].axis, t);
 }
 
 int call_view(call *c, PyObject *object, const char *name, int writable, heed_tensor *t)
@@ -95,7 +94,7 @@ int call_view(call *c, PyObject *object, const char *name, int writable, heed_te
     return v ? arrange_as_q(c, v, name, t) : -1;
 }
 
-static const int row_axes[2][4] = { { 0, 1, 2, -1 }, { -1, 0, 1, -1 } }; /* of [B, H, S] and [H, T] */
+const int call_row_axes[2][4] = { { 0, 1, 2, -1 }, { -1, 0, 1, -1 } }; /* of [B, H, S] and [H, T] */
 
 int call_view_rows(call *c, PyObject *object, const char *name, heed_tensor *t)
 {
@@ -108,10 +107,10 @@ int call_view_rows(call *c, PyObject *object, const char *name, heed_tensor *t)
                      c->layout == THD ? "heads, tokens" : "batch, heads, sequence");
         return -1;
     }
-    return arrange(v, name, row_axes[c->layout == THD], t);
+    return arrange(v, name, call_row_axes[c->layout == THD], t);
 }
 
-static int view_bias(call *c, PyObject *object, const char *name, heed_tensor *t)
+int call_view_bias(call *c, PyObject *object, const char *name, heed_tensor *t)
 {
     view *v = open_view(c, object, name, 0);
     int axis[4];
@@ -120,7 +119,7 @@ static int view_bias(call *c, PyObject *object, const char *name, heed_tensor *t
     return v ? arrange(v, name, axis, t) : -1;
 }
 
-static int view_heads(call *c, PyObject *object, const char *name, heed_tensor *t)
+int call_view_heads(call *c, PyObject *object, const char *name, heed_tensor *t)
 {
     static const int heads[4] = { -1, 0, -1, -1 }, batch_and_heads[4] = { 0, 1, -1, -1 };
     view *v = open_view(c, object, name, 0);
@@ -190,10 +189,13 @@ static int read_word(PyObject *object, const char *name, const char *const *word
     return -1;
 }
 
-static int read_layout(call *c, PyObject *object)
+/* Most arguments are left out, in most calls: then there is nothing to read. */
+static int is_default(PyObject *const *args, argument n) { return args[n] == call_defaults[n]; }
+
+static int read_layout(call *c, PyObject *const *args)
 {
     static const char *const words[] = { "bhsd", "bshd", "thd", NULL };
-    int n = read_word(object, "layout", words, "'bhsd' or 'bshd'");
+    int n = is_default(args, ARG_LAYOUT) ? BHSD : read_word(args[ARG_LAYOUT], "layout", words, "'bhsd' or 'bshd'");
     c->layout = (layout)n;
     return n < 0 ? -1 : 0;
 }
@@ -273,24 +275,27 @@ static int read_dropout(call *c, PyObject *p_object, PyObject *seed)
 static int read_options(call *c, PyObject *const *args)
 {
     static const char *const precisions[] = { "exact", "tf32", "plain", NULL }; /* as in heed_precision */
-    double softcap;
-    if (read_causal(c, args[ARG_CAUSAL]) || read_window(c, args[ARG_WINDOW]) ||
-        read_integer(args[ARG_STRIDE], "stride", 1, &c->a.key_stride) || read_scale(c, args[ARG_SCALE]) ||
-        read_double(args[ARG_SOFTCAP], "softcap", &softcap) ||
-        read_dropout(c, args[ARG_DROPOUT_P], args[ARG_DROPOUT_SEED]))
+    double softcap = 0;
+    int deterministic = 1, precision = HEED_EXACT;
+    c->a.key_stride = 1;
+    if (read_causal(c, args[ARG_CAUSAL]) || read_window(c, args[ARG_WINDOW]) || read_scale(c, args[ARG_SCALE]) ||
+        (!is_default(args, ARG_STRIDE) && read_integer(args[ARG_STRIDE], "stride", 1, &c->a.key_stride)) ||
+        (!is_default(args, ARG_SOFTCAP) && read_double(args[ARG_SOFTCAP], "softcap", &softcap)) ||
+        (!is_default(args, ARG_DROPOUT_P) && read_dropout(c, args[ARG_DROPOUT_P], args[ARG_DROPOUT_SEED])))
         return -1;
+    if (!is_default(args, ARG_DETERMINISTIC))
+        deterministic = PyObject_IsTrue(args[ARG_DETERMINISTIC]);
+    if (!is_default(args, ARG_PRECISION))
+        precision = read_word(args[ARG_PRECISION], "precision", precisions, "'exact', 'tf32' or 'plain'");
     c->a.softcap = (float)softcap;
-    int deterministic = PyObject_IsTrue(args[ARG_DETERMINISTIC]);
-    c->x.nondeterministic = !deterministic;
-    int precision = read_word(args[ARG_PRECISION], "precision", precisions, "'exact', 'tf32' or 'plain'");
-    c->x.precision = (heed_precision)precision;
+    c->x.nondeterministic = !deterministic, c->x.precision = (heed_precision)precision;
     return deterministic < 0 || precision < 0 ? -1 : 0;
 }
 
 static int read_extras(call *c, PyObject *const *args)
 {
     if (args[ARG_MASK] != Py_None) {
-        if (view_bias(c, args[ARG_MASK], "mask", &c->a.mask))
+        if (call_view_bias(c, args[ARG_MASK], "mask", &c->a.mask))
             return -1;
         if (c->a.mask.dtype != HEED_BOOL) {
             PyErr_Format(PyExc_TypeError, "mask: dtype is %s, expected bool (numbers to be added are a bias)",
@@ -298,11 +303,11 @@ static int read_extras(call *c, PyObject *const *args)
             return -1;
         }
     }
-    if (args[ARG_BIAS] != Py_None && view_bias(c, args[ARG_BIAS], "bias", &c->a.bias))
+    if (args[ARG_BIAS] != Py_None && call_view_bias(c, args[ARG_BIAS], "bias", &c->a.bias))
         return -1;
-    if (args[ARG_ALIBI_SLOPES] != Py_None && view_heads(c, args[ARG_ALIBI_SLOPES], "alibi_slopes", &c->a.alibi))
+    if (args[ARG_ALIBI_SLOPES] != Py_None && call_view_heads(c, args[ARG_ALIBI_SLOPES], "alibi_slopes", &c->a.alibi))
         return -1;
-    if (args[ARG_SINK] != Py_None && view_heads(c, args[ARG_SINK], "sink", &c->a.sink))
+    if (args[ARG_SINK] != Py_None && call_view_heads(c, args[ARG_SINK], "sink", &c->a.sink))
         return -1;
     return 0;
 }
@@ -369,7 +374,7 @@ int call_open(call *c, PyObject *const *args)
     memset(&c->a, 0, sizeof c->a);
     memset(&c->x, 0, sizeof c->x);
     c->open = 0, c->workspace = NULL, c->like = NULL;
-    if (read_layout(c, args[ARG_LAYOUT]) || view_open(&c->q, args[ARG_Q], "q", 0))
+    if (read_layout(c, args) || view_open(&c->q, args[ARG_Q], "q", 0))
         return -1;
     c->like = args[ARG_Q];
     if (arrange_as_q(c, &c->q, "q", &c->a.q) || call_view(c, args[ARG_K], "k", 0, &c->a.k) ||
@@ -389,97 +394,6 @@ void call_close(call *c)
     if (c->like)
         view_close(&c->q);
     Py_CLEAR(c->workspace);
-}
-
-/* ---- Results ---------------------------------------------------------------------------------------------------- */
-
-/* What arrange() would say of a new tensor. */
-static heed_tensor made(void *data, heed_dtype dtype, const int64_t *shape, const int64_t *stride, const int axis[4])
-{
-    heed_tensor t = { .data = data, .dtype = dtype };
-    for (int d = 0; d < 4; d++) {
-        t.shape[d] = axis[d] < 0 ? 1 : shape[axis[d]];
-        t.stride[d] = axis[d] < 0 ? 0 : stride[axis[d]];
-    }
-    return t;
-}
-
-PyObject *call_new_o(call *c)
-{
-    const int *axis = layouts[c->layout].axis;
-    int ndim = layouts[c->layout].ndim;
-    int64_t shape[MAX_DIMS], stride[MAX_DIMS];
-    memcpy(shape, c->q.shape, sizeof shape);
-    int64_t columns = shape[ndim - 1] = c->a.v.shape[3];
-
-    /* Packed, in the order of q's memory: whichever of heads and rows is the inner one there is so in o. */
-    int head = axis[1], row = axis[2];
-    int inner = head > row ? head : row, outer = head + row - inner;
-    if (shape[inner] > 1 && shape[outer] > 1 && c->q.stride[inner] > c->q.stride[outer]) {
-        int swap = inner;
-        inner = outer, outer = swap;
-    }
-    stride[ndim - 1] = 1;
-    stride[inner] = columns > 1 ? columns : 1;
-    stride[outer] = stride[inner] * (shape[inner] > 1 ? shape[inner] : 1);
-    if (ndim == 4)
-        stride[0] = stride[outer] * (shape[outer] > 1 ? shape[outer] : 1);
-    void *data;
-    PyObject *o = memory_new(c->like, &c->q, ndim, shape, stride, c->q.dtype, &data);
-    if (o && data)
-        c->a.o = made(data, c->a.q.dtype, shape, stride, axis);
-    else if (o && call_view(c, o, "o", 1, &c->a.o))
-        Py_CLEAR(o);
-    return o;
-}
-
-PyObject *call_new_lse(call *c)
-{
-    int first = c->layout == THD ? 1 : 0, ndim = 3 - first;
-    int64_t stride[3], next = 1;
-    for (int d = ndim - 1; d >= 0; d--) {
-        stride[d] = next;
-        next *= c->a.q.shape[d + first] > 1 ? c->a.q.shape[d + first] : 1;
-    }
-    heed_dtype type = c->a.q.dtype == HEED_F64 ? HEED_F64 : HEED_F32;
-    dl_dtype dtype = { DL_FLOAT, type == HEED_F64 ? 64 : 32, 1 };
-    void *data;
-    PyObject *lse = memory_new(c->like, &c->q, ndim, c->a.q.shape + first, stride, dtype, &data);
-    if (lse && data)
-        c->a.lse = made(data, type, c->a.q.shape + first, stride, row_axes[first]);
-    else if (lse && call_view_rows(c, lse, "lse", &c->a.lse))
-        Py_CLEAR(lse);
-    return lse;
-}
-
-PyObject *call_new_gradient(call *c, argument of, PyObject *object)
-{
-    /* Of q, k and v the views are open. */
-    view copy, *v = of == ARG_Q ? &c->q : of == ARG_K ? &c->others[0] : of == ARG_V ? &c->others[1] : &copy;
-    heed_tensor *t = of == ARG_Q      ? &c->g.d_q
-                     : of == ARG_K    ? &c->g.d_k
-                     : of == ARG_V    ? &c->g.d_v
-                     : of == ARG_BIAS ? &c->g.d_bias
-                                      : &c->g.d_sink;
-    const heed_tensor *model = of == ARG_Q ? &c->a.q : of == ARG_K ? &c->a.k : of == ARG_V ? &c->a.v : NULL;
-    void *data;
-    if (v == &copy && view_open(v, object, "gradient", 0))
-        return NULL;
-    PyObject *result = memory_like(object, v, &data);
-    if (v == &copy)
-        view_close(v);
-    if (!result)
-        return NULL;
-    if (data && model) {
-        *t = *model, t->data = data;
-        return result;
-    }
-    int bad = of == ARG_BIAS   ? view_bias(c, result, "dbias", t)
-              : of == ARG_SINK ? view_heads(c, result, "dsink", t)
-                               : call_view(c, result, "gradient", 1, t);
-    if (bad)
-        Py_CLEAR(result);
-    return result;
 }
 
 /* ---- Running ---------------------------------------------------------------------------------------------------- */

@@ -34,8 +34,20 @@ typedef enum argument {
     ARGUMENTS
 } argument;
 
+/* What has a gradient, in the order in which gradients are returned. */
+enum { GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_SINK, GRADIENTS };
+
+/* Their names, interned, and what they are where they are not given. */
+extern PyObject *call_names[ARGUMENTS], *call_defaults[ARGUMENTS];
+
 /* How q, k, v and o lie: which of their dimensions are batch, head, row and column. */
 typedef enum layout { BHSD, BSHD, THD } layout;
+typedef struct call_layout {
+    int ndim, axis[4]; /* -1: there is no such dimension */
+    const char *meaning;
+} call_layout;
+extern const call_layout call_layouts[];
+extern const int call_row_axes[2][4]; /* the same of lse: [B, H, S] and [H, T] */
 
 typedef struct call {
     heed_attention a;
@@ -57,12 +69,18 @@ void call_close(call *c);
 int call_view(call *c, PyObject *object, const char *name, int writable, heed_tensor *t);
 /* The same for lse and its gradient: [B, H, S], or [H, T] where packed. */
 int call_view_rows(call *c, PyObject *object, const char *name, heed_tensor *t);
+/* For what broadcasts to [B, H, S, T], and for a number of each head. */
+int call_view_bias(call *c, PyObject *object, const char *name, heed_tensor *t);
+int call_view_heads(call *c, PyObject *object, const char *name, heed_tensor *t);
 
-/* New tensors of q's library on q's device, put into a and g: o, like q with v's columns; lse; the gradient of one of the
- * arguments. NULL: an exception is set. */
+/* New tensors of q's library on q's device, put into a and g: o, like q with v's columns; lse. NULL: an exception is set. */
 PyObject *call_new_o(call *c);
 PyObject *call_new_lse(call *c);
-PyObject *call_new_gradient(call *c, argument of, PyObject *object);
+/* Both, which may share memory. -1: an exception is set, and those that are not NULL have been made. */
+int call_new_o_and_lse(call *c, PyObject **o, PyObject **lse);
+/* The gradients that are wanted of arguments that are there; the others become NULL. in_one: they may share memory. -1: an
+ * exception is set, and those that are not NULL have been made. */
+int call_new_gradients(call *c, PyObject *const *args, const int *wants, int in_one, PyObject **gradients);
 
 /* Run it: checks, workspace, kernel; the GIL is released while the library works. -1: an exception is set. */
 int call_forward(call *c);

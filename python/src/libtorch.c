@@ -21,6 +21,7 @@ void libtorch_find(void)
         const char *name;
     } functions[] = {
         { &libtorch.empty_strided, "aoti_torch_empty_strided" },
+        { &libtorch.part_of, "aoti_torch__alloc_from_pool" },
         { &libtorch.data_of, "aoti_torch_get_data_ptr" },
         { &libtorch.delete_tensor, "aoti_torch_delete_tensor_object" },
         { &libtorch.to_python, "torch_tensor_to_pyobject" },
@@ -28,6 +29,7 @@ void libtorch_find(void)
         { &libtorch.wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseE" },
         { &libtorch.autocast_enabled, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE" },
         { &libtorch.dispatch_modes, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv" },
+        { &libtorch.functorch_layers, "_ZN2at9functorch20getDynamicLayerStackEv" },
     };
     for (size_t n = 0; n < sizeof functions / sizeof *functions; n++)
         *(void **)functions[n].to = dlsym(library, functions[n].name);

@@ -9,20 +9,28 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+/* A std::vector, as far as it matters here. */
+struct libtorch_vector {
+    const void *begin, *end;
+};
+
 extern struct libtorch {
     /* The stable C interface. A tensor is an at::Tensor *; 0 means success. */
     int32_t (*empty_strided)(int64_t ndim, const int64_t *shape, const int64_t *stride, int32_t dtype,
                              int32_t device_type, int32_t device, void **tensor);
+    int32_t (*part_of)(void *tensor, int64_t offset, int32_t dtype, int64_t ndim, const int64_t *shape,
+                       const int64_t *stride, void **part); /* the same memory from that byte on, unseen by autograd */
     int32_t (*data_of)(void *tensor, void **data);
     int32_t (*delete_tensor)(void *tensor);
     int32_t (*to_python)(void *tensor, void *type, void **object); /* 2.14 and later */
     bool (*grad_enabled)(void);
     int32_t f32, f64, f16, bf16, u8, cpu, cuda; /* its numbers for dtypes and devices */
     /* C++, by names that hold the types of the arguments. */
-    PyObject *(*wrap)(const void *tensor);        /* THPVariable_Wrap(const at::TensorBase &) */
-    bool (*autocast_enabled)(int8_t device_type); /* at::autocast::is_autocast_enabled(c10::DeviceType) */
-    int64_t (*dispatch_modes)(void);              /* c10::impl::TorchDispatchModeTLS::stack_len() */
-    bool makes_tensors;                           /* all that it takes is there */
+    PyObject *(*wrap)(const void *tensor);                   /* THPVariable_Wrap(const at::TensorBase &) */
+    bool (*autocast_enabled)(int8_t device_type);            /* at::autocast::is_autocast_enabled(c10::DeviceType) */
+    int64_t (*dispatch_modes)(void);                         /* c10::impl::TorchDispatchModeTLS::stack_len() */
+    const struct libtorch_vector *(*functorch_layers)(void); /* at::functorch::getDynamicLayerStack() */
+    bool makes_tensors;                                      /* all that it takes is there */
 } libtorch;
 
 void libtorch_find(void);

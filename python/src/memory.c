@@ -5,31 +5,49 @@
 #include <stdlib.h>
 
 PyObject *memory_empty_function, *memory_stream_function;
-PyObject *memory_torch_empty_like, *memory_torch_empty_strided, *memory_torch_dtypes;
+PyObject *memory_torch_empty_strided, *memory_torch_dtypes;
 
 /* ---- PyTorch's C functions ---------------------------------------------------------------------------------------- */
 
-static PyObject *by_libtorch(const view *v, int ndim, const int64_t *shape, const int64_t *stride, dl_dtype dtype,
-                             void **data)
+static int32_t type_of(dl_dtype dtype)
 {
-    int32_t type = dtype.code == DL_UINT     ? libtorch.u8
-                   : dtype.code == DL_BFLOAT ? libtorch.bf16
-                   : dtype.bits == 32        ? libtorch.f32
-                   : dtype.bits == 16        ? libtorch.f16
-                                             : libtorch.f64;
+    return dtype.code == DL_UINT     ? libtorch.u8
+           : dtype.code == DL_BFLOAT ? libtorch.bf16
+           : dtype.bits == 32        ? libtorch.f32
+           : dtype.bits == 16        ? libtorch.f16
+                                     : libtorch.f64;
+}
+
+/* A tensor on v's device, of which libtorch.delete_tensor() is to be told; NULL: it could not be made. */
+static void *new_tensor(const view *v, const form *f, void **data)
+{
     int cuda = v->device.type == DL_CUDA;
-    void *tensor, *object = NULL;
-    if (libtorch.empty_strided(ndim, shape, stride, type, cuda ? libtorch.cuda : libtorch.cpu, cuda ? v->device.id : 0,
-                               &tensor))
+    void *tensor;
+    if (libtorch.empty_strided(f->ndim, f->shape, f->stride, type_of(f->dtype), cuda ? libtorch.cuda : libtorch.cpu,
+                               cuda ? v->device.id : 0, &tensor))
         return NULL;
-    if (libtorch.data_of(tensor, data))
-        object = NULL;
-    else if (!libtorch.to_python)
+    if (!libtorch.data_of(tensor, data))
+        return tensor;
+    libtorch.delete_tensor(tensor);
+    return NULL;
+}
+
+/* Python's object for a tensor, which is deleted. */
+static PyObject *to_object(void *tensor)
+{
+    void *object = NULL;
+    if (libtorch.wrap)
         object = libtorch.wrap(tensor);
     else if (libtorch.to_python(tensor, NULL, &object))
         object = NULL;
     libtorch.delete_tensor(tensor);
     return object;
+}
+
+static PyObject *by_libtorch(const view *v, const form *f, void **data)
+{
+    void *tensor = new_tensor(v, f, data);
+    return tensor ? to_object(tensor) : NULL;
 }
 
 /* ---- Any library ------------------------------------------------------------------------------------------------ */
@@ -50,34 +68,37 @@ static PyObject *tuple_of(int n, const int64_t *numbers)
     return tuple;
 }
 
-/* Whether the elements fill a stretch of memory, in whatever order of the dimensions: then empty_like keeps the strides. */
-static int is_dense(const view *v)
+/* Dimensions from the inner to the outer one, as they lie in memory. Of one that repeats the stride says nothing. */
+static void order_of(const view *v, int *inner)
 {
-    int64_t next = 1;
-    for (int left = (1 << v->ndim) - 1; left;) {
-        int inner = -1;
-        for (int d = 0; d < v->ndim; d++) {
-            if (left >> d & 1 && v->shape[d] == 1)
-                left &= ~(1 << d); /* its stride means nothing */
-            else if (left >> d & 1 && v->stride[d] == next)
-                inner = d;
-        }
-        if (left && (inner < 0 || v->shape[inner] == 0))
-            return 0;
-        if (left)
-            left &= ~(1 << inner), next *= v->shape[inner];
+    for (int n = 0; n < v->ndim; n++) {
+        int at = n, d = v->ndim - 1 - n;
+        for (; at > 0 && v->stride[d] && llabs(v->stride[d]) < llabs(v->stride[inner[at - 1]]); at--)
+            inner[at] = inner[at - 1];
+        inner[at] = d;
     }
-    return 1;
 }
 
-static int same_shape(const view *v, int ndim, const int64_t *shape, const int64_t *stride, dl_dtype dtype)
+form memory_form_like(const view *v)
 {
-    if (ndim != v->ndim || dtype.code != v->dtype.code || dtype.bits != v->dtype.bits)
-        return 0;
-    for (int d = 0; d < ndim; d++)
-        if (shape[d] != v->shape[d] || stride[d] != v->stride[d])
-            return 0;
-    return 1;
+    form f = { .ndim = v->ndim, .dtype = v->dtype };
+    int inner[MAX_DIMS];
+    int64_t next = 1;
+    order_of(v, inner);
+    for (int n = 0; n < v->ndim; n++) {
+        int d = inner[n];
+        f.shape[d] = v->shape[d], f.stride[d] = next;
+        next *= v->shape[d] > 1 ? v->shape[d] : 1;
+    }
+    return f;
+}
+
+static int64_t bytes_of(const form *f)
+{
+    int64_t bytes = f->dtype.bits / 8;
+    for (int d = 0; d < f->ndim; d++)
+        bytes *= f->shape[d];
+    return bytes;
 }
 
 /* PyTorch before 2.14: its Python functions, called from here. */
@@ -94,23 +115,21 @@ static PyObject *by_torch(PyObject *like, PyObject *sizes, PyObject *steps, cons
     return result;
 }
 
-PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *shape, const int64_t *stride,
-                     dl_dtype dtype, void **data)
+PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data)
 {
     int torch = of_exchange(like);
     *data = NULL;
     if (libtorch.makes_tensors && torch) {
-        PyObject *tensor = by_libtorch(v, ndim, shape, stride, dtype, data);
+        PyObject *tensor = by_libtorch(v, f, data);
         if (tensor)
             return tensor; /* out of memory and the like are told by the way below */
         PyErr_Clear();
         *data = NULL;
     }
-    if (torch && is_dense(v) && same_shape(v, ndim, shape, stride, dtype))
-        return PyObject_CallFunctionObjArgs(memory_torch_empty_like, like, NULL);
     static const char *const names[] = { [2] = "float16", [4] = "float32", [8] = "float64" };
-    const char *name = dtype.code == DL_UINT ? "uint8" : dtype.code == DL_BFLOAT ? "bfloat16" : names[dtype.bits / 8];
-    PyObject *sizes = tuple_of(ndim, shape), *steps = tuple_of(ndim, stride), *result = NULL;
+    dl_dtype t = f->dtype;
+    const char *name = t.code == DL_UINT ? "uint8" : t.code == DL_BFLOAT ? "bfloat16" : names[t.bits / 8];
+    PyObject *sizes = tuple_of(f->ndim, f->shape), *steps = tuple_of(f->ndim, f->stride), *result = NULL;
     if (sizes && steps && torch)
         result = by_torch(like, sizes, steps, name);
     else if (sizes && steps)
@@ -120,20 +139,39 @@ PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *sha
     return result;
 }
 
-PyObject *memory_like(PyObject *like, const view *v, void **data)
+int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, void **data, PyObject **made)
 {
-    *data = NULL;
-    if (!of_exchange(like))
-        return PyObject_CallFunction(memory_empty_function, "OOOO", like, Py_None, Py_None, Py_None);
-    if (is_dense(v))
-        return memory_new(like, v, v->ndim, v->shape, v->stride, v->dtype, data);
-    return PyObject_CallFunctionObjArgs(memory_torch_empty_like, like, NULL);
+    enum { MOST = 1 << 20, ALIGNED = 256 }; /* bytes; what starts at such a multiple suits every kernel */
+    if (!libtorch.makes_tensors || !libtorch.part_of || v->device.type != DL_CUDA || !of_exchange(like))
+        return -1;
+    form all = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .stride = { 1 } };
+    for (int n = 0; n < count; n++)
+        all.shape[0] += (bytes_of(&f[n]) + ALIGNED - 1) / ALIGNED * ALIGNED;
+    void *base, *part, *memory = all.shape[0] && all.shape[0] <= MOST ? new_tensor(v, &all, &base) : NULL;
+    int64_t offset = 0;
+    int done = 0;
+    for (; memory && done < count; done++) {
+        const form *p = &f[done];
+        if (libtorch.part_of(memory, offset, type_of(p->dtype), p->ndim, p->shape, p->stride, &part) ||
+            !(made[done] = to_object(part)))
+            break;
+        data[done] = (char *)base + offset;
+        offset += (bytes_of(p) + ALIGNED - 1) / ALIGNED * ALIGNED;
+    }
+    if (memory)
+        libtorch.delete_tensor(memory);
+    if (done == count)
+        return 0;
+    while (done--)
+        Py_CLEAR(made[done]);
+    PyErr_Clear();
+    return -1;
 }
 
 PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data)
 {
-    int64_t shape = (int64_t)bytes, stride = 1;
-    PyObject *tensor = memory_new(like, v, 1, &shape, &stride, (dl_dtype){ DL_UINT, 8, 1 }, data);
+    const form f = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .shape = { (int64_t)bytes }, .stride = { 1 } };
+    PyObject *tensor = memory_new(like, v, &f, data);
     view w;
     if (tensor && *data)
         return tensor;

@@ -6,15 +6,25 @@
 
 /* A Python function empty(like, shape, strides, dtype) and one stream(like), which know every library. */
 extern PyObject *memory_empty_function, *memory_stream_function;
-/* torch.empty_like, torch.empty_strided and a dict from names to dtypes: quicker than them; NULL before torch is here. */
-extern PyObject *memory_torch_empty_like, *memory_torch_empty_strided, *memory_torch_dtypes;
+/* torch.empty_strided and a dict from names to dtypes: quicker than them; NULL before torch is here. */
+extern PyObject *memory_torch_empty_strided, *memory_torch_dtypes;
 
-/* A tensor on v's device, by the library of like, whose view is v. Strides in elements. *data: where its memory is, if
- * that is known already and its strides are those asked for; else NULL. */
-PyObject *memory_new(PyObject *like, const view *v, int ndim, const int64_t *shape, const int64_t *stride,
-                     dl_dtype dtype, void **data);
-/* Shape, dtype, device and memory order of like, whose view is v. */
-PyObject *memory_like(PyObject *like, const view *v, void **data);
+/* A tensor that is to be made. Strides in elements. */
+typedef struct form {
+    int ndim;
+    dl_dtype dtype;
+    int64_t shape[MAX_DIMS], stride[MAX_DIMS];
+} form;
+
+/* v's shape and dtype, and its memory order without gaps. */
+form memory_form_like(const view *v);
+
+/* A tensor on v's device, by the library of like, whose view is v. *data: where its memory is, if that is known already and
+ * its strides are those asked for; else NULL. */
+PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data);
+/* Several in one piece of a GPU's memory, as to allocate there takes its time. Only where they are small: it is not free
+ * before all of them are gone. -1: they were not made, and no exception is set. */
+int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, void **data, PyObject **made);
 /* Device memory, aligned, as a tensor that the caller drops when the work has been queued. */
 PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data);
 int memory_stream(PyObject *like, int device, void **stream);

@@ -44,7 +44,7 @@ static PyObject *backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
             return NULL;
     }
     PyObject *made[GRADIENTS], *result;
-    if (torch_gradients(p[0], p[1], p[2], p[3], wants, p + 5, made))
+    if (torch_gradients(p[0], p[1], p[2], p[3], wants, 0, p + 5, made))
         return NULL;
     result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2], made[3], made[4]);
     for (int i = 0; i < GRADIENTS; i++)
@@ -119,7 +119,7 @@ static PyObject *kernels(PyObject *module, PyObject *none)
     return list;
 }
 
-/* use(otherwise, empty, stream, names, defaults): what torch.h and memory.h speak of */
+/* use(otherwise, empty, stream, names, defaults): what torch.h, memory.h and call.h speak of */
 static PyObject *use(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -132,7 +132,7 @@ static PyObject *use(PyObject *module, PyObject *args)
         return NULL;
     }
     for (int n = 0; n < ARGUMENTS; n++)
-        torch_names[n] = PyTuple_GetItem(names, n), torch_defaults[n] = PyTuple_GetItem(defaults, n);
+        call_names[n] = PyTuple_GetItem(names, n), call_defaults[n] = PyTuple_GetItem(defaults, n);
     Py_INCREF(args); /* and with it all of them, for good */
     Py_RETURN_NONE;
 }
@@ -150,7 +150,6 @@ static PyMethodDef methods[] = {
     { "attention_with", FAST(torch_attention_with), NULL },
     { "apply", FAST(torch_apply), NULL },
     { "function_forward", FAST(torch_function_forward), NULL },
-    { "function_backward", FAST(torch_function_backward), NULL },
     { "function_state", torch_function_state, METH_O, NULL },
     { "use", use, METH_VARARGS, NULL },
     { "use_torch", torch_use, METH_VARARGS, NULL },
@@ -165,5 +164,8 @@ PyMODINIT_FUNC PyInit__C(void)
 {
     static struct PyModuleDef definition = { PyModuleDef_HEAD_INIT, .m_name = "heed._C", .m_size = -1,
                                              .m_methods = methods };
-    return torch_prepare() || memory_prepare() ? NULL : PyModule_Create(&definition);
+    PyObject *module = torch_prepare() || memory_prepare() ? NULL : PyModule_Create(&definition);
+    if (module && PyModule_AddObjectRef(module, "Backward", torch_backward_type))
+        Py_CLEAR(module);
+    return module;
 }

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-PyObject *torch_otherwise, *torch_names[ARGUMENTS], *torch_defaults[ARGUMENTS];
+PyObject *torch_otherwise;
 static PyObject *apply, *backward_otherwise, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast,
     *forward_ad;
 static PyObject *s_return_lse, *s_current_level, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options,
@@ -30,13 +30,13 @@ static const argument tensors[] = { ARG_Q,
                                     ARG_DROPOUT_SEED };
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
-/* The arguments of a call, from the autograd function's forward to its backward. Tensors stay in it until they are saved:
- * then they are NULL here. */
+/* The arguments of a call, from the autograd function's forward to its backward; NULL for the tensors, which autograd
+ * keeps. */
 typedef struct pack {
     PyObject_HEAD PyObject *args[ARGUMENTS];
-    int return_lse;
 } pack;
 static PyTypeObject *pack_type;
+PyObject *torch_backward_type;
 
 static void pack_free(PyObject *self)
 {
@@ -46,16 +46,7 @@ static void pack_free(PyObject *self)
     Py_DECREF(pack_type);
 }
 
-static pack *pack_new(PyObject *return_lse, PyObject *const *args)
-{
-    pack *made = PyObject_New(pack, pack_type);
-    if (!made)
-        return NULL;
-    made->return_lse = return_lse == Py_True;
-    for (int n = 0; n < ARGUMENTS; n++)
-        Py_INCREF(made->args[n] = args[n]);
-    return made;
-}
+static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t n);
 
 int torch_prepare(void)
 {
@@ -77,16 +68,22 @@ int torch_prepare(void)
     PyType_Slot slots[] = { { Py_tp_dealloc, pack_free }, { 0, NULL } };
     PyType_Spec spec = { "heed._C.Arguments", sizeof(pack), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                          slots };
-    return (pack_type = (PyTypeObject *)PyType_FromSpec(&spec)) ? 0 : -1;
+    static PyMethodDef methods[] = { { "apply", (PyCFunction)(void (*)(void))function_backward, METH_FASTCALL, NULL },
+                                     { NULL, NULL, 0, NULL } };
+    PyType_Slot backward_slots[] = { { Py_tp_methods, methods }, { 0, NULL } };
+    PyType_Spec backward_spec = { "heed._C.Backward", 0, 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, backward_slots };
+    pack_type = (PyTypeObject *)PyType_FromSpec(&spec);
+    torch_backward_type = PyType_FromSpec(&backward_spec);
+    return pack_type && torch_backward_type ? 0 : -1;
 }
 
 PyObject *torch_use(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *tensor, *parameter, *exchange;
-    if (!PyArg_ParseTuple(args, "OOO(OOO)(OOO)OOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_like,
-                          &memory_torch_empty_strided, &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes,
-                          &autocast, &requires_grad_of, &forward_ad, &functorch_active, &apply, &backward_otherwise))
+    if (!PyArg_ParseTuple(args, "OOO(OO)(OOO)OOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_strided,
+                          &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes, &autocast, &requires_grad_of,
+                          &forward_ad, &functorch_active, &apply, &backward_otherwise))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
     *(void **)&ask_requires_grad = PyType_GetSlot(Py_TYPE(requires_grad_of), Py_tp_descr_get);
@@ -143,6 +140,15 @@ static int has_modes(void)
         return 1;
     return libtorch.autocast_enabled ? libtorch.autocast_enabled(CPU) || libtorch.autocast_enabled(CUDA)
                                      : is_true(autocast);
+}
+
+/* vmap, grad and the other transforms of torch.func. */
+static int has_transforms(void)
+{
+    if (!libtorch.functorch_layers)
+        return is_true(functorch_active);
+    const struct libtorch_vector *layers = libtorch.functorch_layers();
+    return layers->begin != layers->end;
 }
 
 /* Inside torch.autograd.forward_ad.dual_level() tensors may carry a tangent. */
@@ -204,8 +210,8 @@ static int is_real(const call *c, PyObject *const *args)
 /* Set where the last call of compute() on this thread failed before it had done anything. */
 static _Thread_local int not_understood;
 
-/* o, and lse where wanted, as new references. */
-static int compute(PyObject *const *args, int want_lse, PyObject **o, PyObject **lse)
+/* o, and lse where wanted, as new references. in_one: they may share memory. */
+static int compute(PyObject *const *args, int want_lse, int in_one, PyObject **o, PyObject **lse)
 {
     call c;
     int bad = call_open(&c, args);
@@ -215,7 +221,11 @@ static int compute(PyObject *const *args, int want_lse, PyObject **o, PyObject *
         bad = -1;
     }
     not_understood = bad;
-    bad = bad || !(*o = call_new_o(&c)) || (want_lse && !(*lse = call_new_lse(&c))) || call_forward(&c);
+    if (!bad && in_one)
+        bad = call_new_o_and_lse(&c, o, lse);
+    else if (!bad)
+        bad = !(*o = call_new_o(&c)) || (want_lse && !(*lse = call_new_lse(&c)));
+    bad = bad || call_forward(&c);
     call_close(&c);
     if (bad) {
         Py_CLEAR(*o);
@@ -224,19 +234,22 @@ static int compute(PyObject *const *args, int want_lse, PyObject **o, PyObject *
     return bad;
 }
 
-/* Inputs of the autograd function: q, k, v, all arguments in a pack, and, only where there is one of them, bias and sink:
- * every input costs time. */
-enum { IN_Q, IN_K, IN_V, IN_PACK, IN_BIAS, IN_SINK };
+/* The call that the autograd function's forward, which autograd calls on this thread, is to compute. Its inputs are only
+ * what has a gradient, and bias and sink only where there is one of them: every input costs time. */
+typedef struct request {
+    PyObject *const *args;
+    int return_lse;
+} request;
+static _Thread_local const request *requested;
 
 static PyObject *with_autograd(PyObject *return_lse, PyObject *const *args)
 {
-    pack *all = pack_new(return_lse, args);
-    if (!all)
-        return NULL;
+    const request this = { args, return_lse == Py_True };
     int few = args[ARG_BIAS] == Py_None && args[ARG_SINK] == Py_None;
-    PyObject *result = PyObject_CallFunctionObjArgs(apply, args[ARG_Q], args[ARG_K], args[ARG_V], all,
+    requested = &this;
+    PyObject *result = PyObject_CallFunctionObjArgs(apply, args[ARG_Q], args[ARG_K], args[ARG_V],
                                                     few ? NULL : args[ARG_BIAS], args[ARG_SINK], NULL);
-    Py_DECREF(all);
+    requested = NULL;
     return result;
 }
 
@@ -249,7 +262,7 @@ PyObject *torch_apply(PyObject *module, PyObject *const *p, Py_ssize_t n)
 static PyObject *without_autograd(PyObject *return_lse, PyObject *const *args)
 {
     PyObject *o, *lse, *result;
-    if (compute(args, return_lse == Py_True, &o, &lse))
+    if (compute(args, return_lse == Py_True, 0, &o, &lse))
         return NULL;
     if (!lse)
         return o;
@@ -268,7 +281,7 @@ static PyObject *quick(PyObject *return_lse, PyObject *const *args)
     not_understood = 0;
     if (!needs_autograd(args))
         result = without_autograd(return_lse, args);
-    else if (!is_true(functorch_active))
+    else if (!has_transforms())
         result = with_autograd(return_lse, args);
     if (!result && not_understood)
         PyErr_Clear();
@@ -302,7 +315,7 @@ static int place_options(PyObject *options, PyObject **return_lse, PyObject **ar
     Py_ssize_t at = 0;
     while (PyDict_Next(options, &at, &name, &value)) {
         int n = ARG_LAYOUT;
-        while (n <= ARG_PRECISION && name != torch_names[n])
+        while (n <= ARG_PRECISION && name != call_names[n])
             n++;
         if (n <= ARG_PRECISION)
             args[n] = value;
@@ -320,7 +333,7 @@ PyObject *torch_attention_with(PyObject *module, PyObject *const *p, Py_ssize_t 
     if (call_count("attention_with", n, 5))
         return NULL;
     PyObject *args[ARGUMENTS], *return_lse = Py_False, *result = NULL;
-    memcpy(args, torch_defaults, sizeof args);
+    memcpy(args, call_defaults, sizeof args);
     args[ARG_Q] = p[1], args[ARG_K] = p[2], args[ARG_V] = p[3];
     if (!place_options(p[4], &return_lse, args) && (return_lse == Py_False || return_lse == Py_True) &&
         ((result = quick(return_lse, args)) || PyErr_Occurred()))
@@ -334,29 +347,33 @@ PyObject *torch_attention_with(PyObject *module, PyObject *const *p, Py_ssize_t 
 
 /* ---- The autograd function -------------------------------------------------------------------------------------- */
 
-/* Tensors go through save_for_backward, which watches for changes in place and lets hooks move them; the pack, without
- * them, stays in ctx.options. */
-static int remember(PyObject *ctx, pack *all, PyObject *o, PyObject *lse)
+/* Tensors go through save_for_backward, which watches for changes in place and lets hooks move them; the other arguments
+ * stay in ctx.options. */
+static int remember(PyObject *ctx, const request *r, PyObject *o, PyObject *lse)
 {
     PyObject *kept[2 + TENSORS] = { o, lse };
     int count = 2;
-    Py_INCREF(o);
-    Py_INCREF(lse);
+    pack *others = PyObject_New(pack, pack_type);
+    if (!others)
+        return -1;
+    memcpy(others->args, r->args, sizeof others->args);
     for (int n = 0; n < TENSORS; n++)
-        if (is_plain(all->args[tensors[n]])) {
-            kept[count++] = all->args[tensors[n]];
-            all->args[tensors[n]] = NULL;
+        if (is_plain(r->args[tensors[n]])) {
+            kept[count++] = r->args[tensors[n]];
+            others->args[tensors[n]] = NULL;
         }
+    for (int n = 0; n < ARGUMENTS; n++)
+        Py_XINCREF(others->args[n]);
     PyObject *tuple = PyTuple_New(count);
-    for (int n = 0; n < count; n++) {
-        if (tuple)
-            PyTuple_SetItem(tuple, n, kept[n]);
-        else
-            Py_DECREF(kept[n]);
+    for (int n = 0; tuple && n < count; n++) {
+        Py_INCREF(kept[n]);
+        PyTuple_SetItem(tuple, n, kept[n]);
     }
-    int bad = !tuple || PyObject_SetAttr(ctx, s_to_save, tuple) || PyObject_SetAttr(ctx, s_options, (PyObject *)all) ||
-              (all->return_lse && PyObject_SetAttr(ctx, s_materialize_grads, Py_False));
+    int bad = !tuple || PyObject_SetAttr(ctx, s_to_save, tuple) ||
+              PyObject_SetAttr(ctx, s_options, (PyObject *)others) ||
+              (r->return_lse && PyObject_SetAttr(ctx, s_materialize_grads, Py_False));
     Py_XDECREF(tuple);
+    Py_DECREF(others);
     return bad;
 }
 
@@ -364,37 +381,32 @@ PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_
 {
     (void)module;
     PyObject *o, *lse, *result = NULL;
-    pack *all = n > 1 + IN_PACK ? (pack *)p[1 + IN_PACK] : NULL;
-    if (!all || Py_TYPE(p[1 + IN_PACK]) != pack_type || !all->args[ARG_Q]) {
-        PyErr_SetString(PyExc_TypeError, "function_forward: takes ctx, q, k, v, a pack, and perhaps bias and sink");
+    const request *r = requested;
+    requested = NULL;
+    if (!r || n < 1) {
+        PyErr_SetString(PyExc_TypeError, "function_forward: expected to be called by apply()");
         return NULL;
     }
-    if (compute(all->args, 1, &o, &lse))
+    if (compute(r->args, 1, !r->return_lse, &o, &lse))
         return NULL;
-    if (!remember(p[0], all, o, lse))
-        result = all->return_lse ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
+    if (!remember(p[0], r, o, lse))
+        result = r->return_lse ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
     Py_DECREF(o);
     Py_DECREF(lse);
     return result;
 }
 
-int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants, PyObject *const *args,
-                    PyObject **made)
+int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants, int in_one,
+                    PyObject *const *args, PyObject **made)
 {
     call c;
     memset(&c.g, 0, sizeof c.g);
     int bad = call_open(&c, args) || call_view(&c, o, "o", 0, &c.a.o) || call_view_rows(&c, lse, "lse", &c.a.lse) ||
               call_view(&c, d_o, "do", 0, &c.g.d_o) ||
               (d_lse != Py_None && call_view_rows(&c, d_lse, "dlse", &c.g.d_lse));
-    for (int n = 0; n < GRADIENTS; n++) {
-        PyObject *of = args[differentiable[n]];
+    for (int n = 0; bad && n < GRADIENTS; n++)
         made[n] = NULL;
-        if (bad || !wants[n] || of == Py_None)
-            continue;
-        if (!(made[n] = call_new_gradient(&c, differentiable[n], of)))
-            bad = -1;
-    }
-    bad = bad || call_backward(&c);
+    bad = bad || call_new_gradients(&c, args, wants, in_one, made) || call_backward(&c);
     call_close(&c);
     for (int n = 0; n < GRADIENTS; n++) {
         if (bad)
@@ -442,14 +454,17 @@ PyObject *torch_function_state(PyObject *module, PyObject *ctx)
     return result;
 }
 
-PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
+/* apply(do) or apply(do, dlse), the method of an autograd function's context. */
+static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t n)
 {
-    (void)module;
-    PyObject *ctx = p[0], *d_o = p[1], *d_lse = n > 2 ? p[2] : Py_None;
+    if (n < 1 || n > 2) {
+        PyErr_Format(PyExc_TypeError, "apply: takes do and perhaps dlse, got %zd arguments", n);
+        return NULL;
+    }
+    PyObject *d_o = p[0], *d_lse = n > 1 ? p[1] : Py_None;
     if (d_o == Py_None || grad_enabled()) /* only lse was used; or a graph of the backward is wanted */
         return PyObject_CallFunctionObjArgs(backward_otherwise, ctx, d_o, d_lse, NULL);
 
-    static const int input[GRADIENTS] = { IN_Q, IN_K, IN_V, IN_BIAS, IN_SINK };
     PyObject *kept, *options, *args[ARGUMENTS], *made[GRADIENTS], *result = NULL;
     if (recall(ctx, &kept, &options, args))
         return NULL;
@@ -457,10 +472,9 @@ PyObject *torch_function_backward(PyObject *module, PyObject *const *p, Py_ssize
     if (needs) {
         int inputs = (int)PyTuple_Size(needs), wants[GRADIENTS];
         for (int i = 0; i < GRADIENTS; i++)
-            wants[i] = input[i] < inputs && PyTuple_GetItem(needs, input[i]) == Py_True;
-        if (!torch_gradients(d_o, d_lse, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), wants, args, made)) {
-            result = inputs > IN_BIAS ? PyTuple_Pack(6, made[0], made[1], made[2], Py_None, made[3], made[4])
-                                      : PyTuple_Pack(4, made[0], made[1], made[2], Py_None);
+            wants[i] = i < inputs && PyTuple_GetItem(needs, i) == Py_True;
+        if (!torch_gradients(d_o, d_lse, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), wants, 1, args, made)) {
+            result = PyTuple_Pack(inputs, made[0], made[1], made[2], made[3], made[4]);
             for (int i = 0; i < GRADIENTS; i++)
                 Py_DECREF(made[i]);
         }
