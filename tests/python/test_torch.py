@@ -425,6 +425,22 @@ def test_retain_graph_and_partial_gradients(device):
         assert heed.attention(q, k, v).is_inference()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_of_one_allocation_do_not_meet(device, dtype):
+    q, k, v = (torch.randn(1, 2, 5, 8, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    o = heed.attention(q, k, v)
+    kept = o.detach().clone()
+    grads = torch.autograd.grad(o, (q, k, v), torch.ones_like(o), retain_graph=True)
+    copies = [g.clone() for g in grads]
+    for g, copy in zip(grads, copies, strict=True):
+        assert torch.equal(g, copy) and g.is_contiguous()
+        g.fill_(torch.nan)
+    again = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))  # o and lse are as they were
+    assert torch.equal(o, kept) and all(map(torch.equal, again, copies))
+    del o
+    assert all(map(torch.equal, again, copies))
+
+
 def test_many_threads_at_once(device):
     inputs = qkv(device, S=65, T=65)
     want = gradients(heed.attention, inputs)
