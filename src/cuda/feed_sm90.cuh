@@ -26,6 +26,9 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
     {
         return GROUPS == 3 ? (group + n) % 3 : n % 2 ? GROUPS - 1 - group : group;
     }
+
+    /* Of a tile; what follows it are numbers of tile_order, for those whose tiles differ in height. */
+    static __device__ int first_row(int tile, int, int) { return tile * ROWS; }
 };
 
 /* Where there are few rows and many keys, the keys are taken in parts: each is a tile by itself, with its own o and lse,
@@ -44,6 +47,7 @@ struct tile_order {
     int tiles, heads, in_line, group;
     int rounds[2], shift[2]; /* of a group, and of the heads in line: rounds, and tiles of the last if it is not full */
     key_parts by;
+    int least = 0, few = 0; /* for first_row() */
 };
 
 /* head_bytes: K and V of a head. Where all tiles have as many keys, all heads stand in line; where sequences are long, none:
@@ -128,10 +132,11 @@ __device__ inline void narrow_band(const args &a, const span &s, int i, int &fir
 
 /* By a whole warp: fills w, false where the sequence has no rows there. */
 template <class S>
-__device__ inline bool find_work(const args &a, int turn, int head, int tile, int part, const key_parts &by,
+__device__ inline bool find_work(const args &a, int turn, int head, int tile, int part, const tile_order &o,
                                  forward_work<S::ROWS> &w)
 {
-    const int lane = threadIdx.x % 32, i0 = tile * S::ROWS;
+    const key_parts &by = o.by;
+    const int lane = threadIdx.x % 32, i0 = S::first_row(tile, o.least, o.few);
     const auto band = [&](int i, int &low, int &high) {
         const int from = only_now(part) * by.keys, to = from + by.keys;
         narrow_band(a, w.s, i, low, high);
@@ -141,7 +146,7 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
     if (lane == 0) {
         w.s = span_of(a, head / a.Hq);
         w.turn = turn, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0;
-        w.rows = rows = min(S::ROWS, w.s.rows - i0);
+        w.rows = rows = min(S::first_row(tile + 1, o.least, o.few), w.s.rows) - i0;
     }
     __syncwarp();
     if (__shfl_sync(~0u, rows, 0) <= 0) /* not read from w: the first lane may already be at the next tile */
@@ -205,7 +210,7 @@ __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const ti
             const int head = head0 + (in_line ? quotient : rest), tile = o.tiles - 1 - (in_line ? rest : quotient);
             const int parts = only_now(o.by.count);
             wait_closed();
-            if (find_work<S>(a, turn, head, tile / parts, tile % parts, o.by, sh.work[count % AHEAD]))
+            if (find_work<S>(a, turn, head, tile / parts, tile % parts, o, sh.work[count % AHEAD]))
                 tell();
         }
         place += o.shift[in_line];

@@ -21,11 +21,33 @@ template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_> struct split_shape {
     {
         return forward_shape<D, GROUPS, KEYS, STAGES, true>::part(group, n);
     }
+
+    /* The rows of a head are shared out evenly, 64 at a time: the first few tiles have `least` times 64, the others 64
+     * more. */
+    static __device__ int first_row(int tile, int least, int few) { return 64 * (tile * least + max(tile - few, 0)); }
 };
 
 /* P carries 2^12, and a maximum that grew by less than 2 (2^2.9 in P) is left. */
 constexpr int P_TOP = 12;
 constexpr float GROWTH = 2.0f;
+
+/* Shifts of K and of V of 32 blocks, one of each a lane, in one register: asked for block by block, each would hold up
+ * its block for as long as memory takes. */
+struct both_shifts {
+    int bits = 0;
+    __device__ both_shifts() {}
+    __device__ both_shifts(shift k, shift v) : bits((k.s & 0x7ff) | k.strange << 11 | v.s * 65536 | v.strange << 15) {}
+    __device__ shift k(int lane) const
+    {
+        const int x = __shfl_sync(~0u, bits, lane);
+        return { (short)(x << 21 >> 21), (short)(x >> 11 & 1) };
+    }
+    __device__ shift v(int lane) const
+    {
+        const int x = __shfl_sync(~0u, bits, lane);
+        return { (short)(x >> 16), (short)(x >> 15 & 1) };
+    }
+};
 
 struct split_order {
     tile_order order;
@@ -34,62 +56,81 @@ struct split_order {
 
 /* ---- Softmax ----------------------------------------------------------------------------------------------------- */
 
-/* S becomes P, with maxima in units of the logits: c = scale 2^-shifts changes from block to block. True: O has to be
- * multiplied with the factors. */
-template <class S> __device__ inline bool weigh_split(float (&s)[S::KEYS / 2], row_state &x, float c)
+/* The rows of a lane: their maxima in units of the logits, what is subtracted from exponents, and sums of P. */
+struct split_state {
+    float m[2], offset[2], l[2];
+};
+
+/* S becomes P: c = scale 2^-shifts changes from block to block. Where a maximum grows, O and l are lowered, and so is
+ * `now`, with which what is still to be added to O will be multiplied. */
+template <class S>
+__device__ inline void weigh_split(float (&s)[S::KEYS / 2], split_state &x, float c, float (&O)[S::HEAD / 2],
+                                   float (&now)[2])
+{
+    float most[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        most[r] = s[2 * r];
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++)
+            most[r] = fmaxf(most[r], fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+        most[r] = quad_max(most[r]) * c;
+    }
+    if (__any_sync(~0u, most[0] > x.m[0] + GROWTH || most[1] > x.m[1] + GROWTH))
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const bool grew = most[r] > x.m[r] + GROWTH;
+            const float offset = grew ? offset_of(most[r], P_TOP) : x.offset[r];
+            const float factor = grew && x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast(x.offset[r] - offset);
+            x.m[r] = grew ? most[r] : x.m[r], x.offset[r] = offset;
+            x.l[r] *= factor, now[r] *= factor;
+#pragma unroll
+            for (int i = 0; i < S::HEAD / 4; i++)
+                O[i / 2 * 4 + 2 * r + i % 2] *= factor;
+        }
+#pragma unroll
+    for (int i = 0; i < S::KEYS / 2; i++)
+        s[i] = exp2_fast(fmaf(s[i], c * LOG2E, -x.offset[i / 2 % 2]));
+}
+
+/* l += P. */
+template <class S> __device__ inline void add_up(split_state &x, const float (&P)[S::KEYS / 2])
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float most = s[2 * r];
+        float sum[2] = {};
 #pragma unroll
         for (int i = 0; i < S::KEYS / 8; i++)
-            most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
-        most = fmaxf(x.m[r], quad_max(most) * c);
-        if (most - x.m[r] < GROWTH)
-            most = x.m[r];
-        x.offset[r] = most == -CUDART_INF_F ? 0.0f : offset_of(most, P_TOP);
-        x.factor[r] = x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast(offset_of(x.m[r], P_TOP) - x.offset[r]);
-        x.l[r] *= x.factor[r];
-        x.m[r] = most;
+            sum[0] += P[4 * i + 2 * r], sum[1] += P[4 * i + 2 * r + 1];
+        x.l[r] += sum[0] + sum[1];
     }
-    exponentials(s, x, c * LOG2E);
-    return __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
 }
 
 /* ---- The warpgroups ---------------------------------------------------------------------------------------------- */
 
-/* O += T, in units of 2^-least, the least shift of the V so far. */
-template <int N> __device__ inline void promote(float (&O)[N], const float (&T)[N], int shift, int &least)
+/* O += T now. */
+template <int N> __device__ inline void promote(float (&O)[N], const float (&T)[N], const float (&now)[2])
 {
-    if (shift < least) {
-        const float down = power(max(shift - least, -127));
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            O[i] *= down;
-        least = shift;
-    }
-    const float now = power(max(least - shift, -127)) * given_back<SPLIT_ROWS / 16>;
 #pragma unroll
     for (int i = 0; i < N; i++)
-        O[i] = fmaf(T[i], now, O[i]);
+        O[i] = fmaf(T[i], now[i / 2 % 2], O[i]);
 }
 
 template <class S>
-__device__ inline void write_rows(float (&O)[S::HEAD / 2], const row_state &x, int least, const args &a,
+__device__ inline void write_rows(float (&O)[S::HEAD / 2], const split_state &x, int least, const args &a,
                                   const forward_work<S::ROWS> &w, int row)
 {
     const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, w.h, 0)) : -CUDART_INF_F;
+    const int down = max(-250, min(250, -least)), half = down / 2, rest = down - half;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int i = row + 8 * r;
         float lse;
-        const float sum = finish_row(quad_sum(x.l[r]), x.m[r], offset_of(x.m[r], P_TOP), sink, lse),
-                    inverse = 1.0f / sum;
+        const float sum = finish_row(quad_sum(x.l[r]), x.m[r], offset_of(x.m[r], P_TOP), sink, lse);
+        const float divide = sum == 0.0f ? 0.0f : power(half) / sum;
 #pragma unroll
-        for (int n = 0; n < S::HEAD / 4; n++) {
-            float &o = O[n / 2 * 4 + 2 * r + n % 2];
-            o = sum == 0.0f ? 0.0f : times_power(quotient(o, sum, inverse), -least);
-        }
+        for (int n = 0; n < S::HEAD / 4; n++)
+            O[n / 2 * 4 + 2 * r + n % 2] *= divide, O[n / 2 * 4 + 2 * r + n % 2] *= power(rest);
         if (a.lse.data && threadIdx.x % 4 == 0 && i < w.rows)
             store(a.lse, row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i), lse);
     }
@@ -116,13 +157,22 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
     };
 #pragma unroll 1
     for (int n = 0;; n++) {
-        wait(shared_address(&sh.q_full[group()]), n % 2);
+        wait(shared_address(&sh.planned[n % AHEAD]), n / AHEAD % 2);
         const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
         if (w.rows == 0)
             return;
         const auto part = [&]() { return S::part(group(), n); };
         const auto row = [&]() { return part() * 64 + (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4; };
         const int seen = w.seen[part()];
+        const int own = w.s.q_row + w.i0 + (part() * 64 < w.rows ? part() * 64 : 0);
+        const shift q = shift_at(split.q, w.s.q_batch, w.h, own);
+        /* Those of 32 blocks, among them block j. */
+        const auto ask_shifts = [&](int j) {
+            const int64_t first = split_at(split.k, w.s.k_batch, w.hk, w.s.k_row + w.first);
+            const int64_t at = first + min(j / 32 * 32 + (int)threadIdx.x % 32, w.blocks - 1) * S::KEYS;
+            return both_shifts(split.k.shifts[at], split.v.shifts[at]);
+        };
+        both_shifts asked = seen ? ask_shifts(seen - 1) : both_shifts();
 #pragma unroll 1
         for (int unseen = w.blocks - seen; unseen > 0; unseen--) {
             wait(k_full + 8 * at.at(), at.parity());
@@ -131,69 +181,84 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             release(v_empty + 8 * at.at());
             at.next();
         }
-        const int at_first = (int)split_at(split.k, w.s.k_batch, w.hk, w.s.k_row + w.first); /* rows are below 2^31 */
-        const int own = w.s.q_row + w.i0 + (part() * 64 < w.rows ? part() * 64 : 0);
-        const int q_shift = shift_at(split.q, w.s.q_batch, w.h, own).s;
-        bool again = shift_at(split.q, w.s.q_batch, w.h, own).strange;
-        row_state x = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {}, { 1.0f, 1.0f } };
+        wait(shared_address(&sh.q_full[group()]), n % 2);
+        bool again = q.strange;
+        split_state x = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {} };
         float O[S::HEAD / 2];
 #pragma unroll
         for (int i = 0; i < S::HEAD / 2; i++)
             O[i] = 0.0f;
         int least = 1000, j = seen - 1;
         operand hi, lo;
-        /* S of block j to P; true: O has to be multiplied with the factors. */
-        const auto weigh = [&](float(&s)[S::KEYS / 2], int j, const shift &k) {
-            const int shifts = q_shift + k.s;
-            again |= shifts < by.exact_below || k.strange;
-            const float c = given_back<S::HEAD / 16> *
-                            fmaxf(fminf(times_power(a.scale, -shifts), 3e38f), 1.2e-38f); /* as 0 -inf would be NaN */
-            if (j < w.clear_from || j >= w.clear_to)
+        /* What takes S of block j to logits. */
+        const auto scale_of = [&](int j) {
+            if (j % 32 == 31)
+                asked = ask_shifts(j);
+            const shift k = asked.k(j % 32);
+            again |= q.s + k.s < by.exact_below || k.strange;
+            return given_back<S::HEAD / 16> *
+                   fmaxf(fminf(times_power(a.scale, -q.s - k.s), 3e38f), 1.2e-38f); /* as 0 -inf would be NaN */
+        };
+        const auto is_edge = [&](int j) { return j < w.clear_from || j >= w.clear_to; };
+        const auto weigh = [&](float(&s)[S::KEYS / 2], int j, float c, bool edge, float(&now)[2]) {
+            if (edge)
                 hide<S>(s, w, row(), w.first + j * S::KEYS + (int)threadIdx.x % 4 * 2);
-            return weigh_split<S>(s, x, c);
+            weigh_split<S>(s, x, c, O, now);
+        };
+        /* What takes P V of block j to O, which is in units of 2^-least, the least shift of the V so far. */
+        const auto units_of = [&](int j) {
+            const shift v = asked.v(j % 32);
+            again |= v.strange;
+            if (v.s < least) {
+                const float down = power(max(v.s - least, -127));
+#pragma unroll
+                for (int i = 0; i < S::HEAD / 2; i++)
+                    O[i] *= down;
+                least = v.s;
+            }
+            return power(max(least - v.s, -127)) * given_back<SPLIT_ROWS / 16>;
         };
         if (seen > 0) {
-            float s[S::KEYS / 2];
-            const shift k = split.k.shifts[at_first + j * S::KEYS];
+            float s[S::KEYS / 2], none[2] = {};
             wait(k_full + 8 * at.at(), at.parity());
             multiply_scores<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
             release(k_empty + 8 * at.at());
-            weigh(s, j, k);
+            weigh(s, j, scale_of(j), is_edge(j), none);
+            add_up<S>(x, s);
             split_weights(hi, lo, s);
         }
 #pragma unroll 1
         for (; j > 0; j--) { /* P V of block j and S of the one before it */
-            float s[S::KEYS / 2], T[S::HEAD / 2];
+            float s[S::KEYS / 2], T[S::HEAD / 2], c, now[2];
+            bool edge;
             const ring<S::STAGES> next = { at.count + 1 };
             wait(k_full + 8 * next.at(), next.parity());
             wait(v_full + 8 * at.at(), at.parity());
+            const auto meanwhile = [&]() {
+                now[0] = now[1] = units_of(j);
+                c = scale_of(j - 1), edge = is_edge(j - 1);
+                asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
+            };
             multiply_both<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo,
-                                                 on(V0, uniform(at.at()) * V_BYTES));
-            const shift k = split.k.shifts[at_first + (j - 1) * S::KEYS];
+                                                 on(V0, uniform(at.at()) * V_BYTES), meanwhile);
             release(k_empty + 8 * next.at());
-            const bool grew = weigh(s, j - 1, k);
-            const shift v = split.v.shifts[at_first + j * S::KEYS];
-            again |= v.strange;
-            keep_order(__float_as_int(x.l[0] + x.l[1]));
+            weigh(s, j - 1, c, edge, now);
+            keep_order(__float_as_int(s[S::KEYS / 2 - 1]));
             wgmma_wait<0>();
             release(v_empty + 8 * at.at());
-            promote(O, T, v.s, least);
-            if (grew)
-#pragma unroll
-                for (int i = 0; i < S::HEAD / 2; i++)
-                    O[i] *= x.factor[i / 2 % 2];
+            promote(O, T, now);
+            add_up<S>(x, s);
             split_weights(hi, lo, s);
             at.next();
         }
         release(shared_address(&sh.q_empty[group()]));
         if (j == 0) {
             float T[S::HEAD / 2];
-            const shift v = split.v.shifts[at_first];
-            again |= v.strange;
+            const float all = units_of(0), now[2] = { all, all };
             wait(v_full + 8 * at.at(), at.parity());
             multiply_values<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
             release(v_empty + 8 * at.at());
-            promote(O, T, v.s, least);
+            promote(O, T, now);
             at.next();
         }
         write_rows<S>(O, x, least, a, w, row());
@@ -201,7 +266,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
         if (again && threadIdx.x % 128 == 0 && first_row < w.rows)
             split.q.marks[split_at(split.q, w.s.q_batch, w.h, w.s.q_row + w.i0 + first_row)] = split.zeros[2] = 1;
         __syncwarp();
-        release(shared_address(&sh.closed[n % AHEAD]));
+        release(shared_address(&sh.closed[only_now(n) % AHEAD]));
     }
 }
 
@@ -271,8 +336,9 @@ template <class S> static heed_status run(const args &a, const split_tensors &sp
     if (status)
         return status;
     const int blocks = (int)HEED_MIN(total, units);
-    const split_order by = { order_of<S>(a, { 1, INT32_MAX, NULL, NULL }, keys * S::D * 4, blocks),
-                             split_exact_below(a) };
+    const int64_t parts = tiles_of(a.Sq, 64);
+    split_order by = { order_of<S>(a, { 1, INT32_MAX, NULL, NULL }, keys * S::D * 4, blocks), split_exact_below(a) };
+    by.order.least = (int)(parts / tiles), by.order.few = (int)(tiles - parts % tiles);
     return launch(forward_sm90split<S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, split, by);
 }
 

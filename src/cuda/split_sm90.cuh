@@ -141,11 +141,15 @@ __device__ inline void multiply_values(float (&T)[HEAD / 2], const operand &hi, 
     wgmma_wait<0>();
 }
 
+struct nothing {
+    __device__ void operator()() const {}
+};
+
 /* Both, and waits for S. T is still under way. There are no registers for large and small sums apart, so there are waits
- * in between. lo is spoilt. */
-template <int HEAD, int A_ROWS, int PARTS>
+ * in between. lo is spoilt. meanwhile(): scalars that are needed with S, and would hold it up when it is there. */
+template <int HEAD, int A_ROWS, int PARTS, class Work = nothing>
 __device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, float (&T)[HEAD / 2],
-                                     const operand &hi, operand &lo, uint64_t C)
+                                     const operand &hi, operand &lo, uint64_t C, Work meanwhile = {})
 {
     wgmma_fence();
     if (PARTS == 2) {
@@ -166,6 +170,7 @@ __device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], uint64_t A, uin
     }
     multiply_large<HEAD, PARTS>(T, hi, lo, C);
     wgmma_commit();
+    meanwhile();
     wgmma_wait<1>();
 }
 
