@@ -74,6 +74,7 @@ class Machine:
     node: int = 8
     call: float = 10e-6  # seconds to start a kernel
     block: int = BLOCK_BYTES["cuda"]  # of K and V that are worked on together
+    splits: bool = True  # kernels keep the two halves of each float32 in their workspace
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ def cost(task: Task, method: str, machine: Machine) -> Cost:
     else:
         moved = [_travel(machine, c, blocks, t, across, overlaps) for c, t in zip(compute, travelled, strict=True)]
         moved[1] += bare * _transfer(machine, size.dkv, across) if blocks else 0.0  # the last gradients go home
-    memory = _memory(task, method, size, partial, blocks, team, groups)
+    splits = machine.splits and task.dtype == "fp32"
+    memory = _memory(task, method, size, partial, blocks, team, groups, splits)
     return Cost(
         method, team, (work[0], work[1]), (moved[0] + a2a[0], moved[1] + a2a[1]), (compute[0], compute[1]),
         (travelled[0] + exchanged[0], travelled[1] + exchanged[1]), memory, blocks,
@@ -195,7 +197,7 @@ def _travel(machine: Machine, compute: float, blocks: int, amount: float, across
 
 
 def _memory(
-    task: Task, method: str, size: _Sizes, partial: float, blocks: int, team: int, groups: int
+    task: Task, method: str, size: _Sizes, partial: float, blocks: int, team: int, groups: int, splits: bool
 ) -> tuple[float, float]:  # fmt: skip
     """Of K and V one block is worked on while the next one comes; of their gradients, one, while one comes and one
     goes. That is so for one group of heads, and where there are several, one begins before another ends."""
@@ -204,15 +206,20 @@ def _memory(
     dq = partial * task.head_dim / task.value_dim
     other = task.dtype != "fp32"
     merging = partial * (2 if other else 1) if blocks else 0.0
+    keys = size.kv
     if method == "all_gather":
-        merging = (blocks + 1) * size.kv  # no merging: all keys
+        merging = keys = (blocks + 1) * size.kv  # no merging: all keys
     forward = flying + merging
     backward = flying + gradients + dq + (dq + size.dkv if other else 0.0)  # a kernel has a dq of its own
+    halves = [(size.q + keys) / groups, (size.q + size.o + size.kv) / groups] if splits else [0.0, 0.0]
     if team == 1:
-        return share * forward, share * backward
+        return share * forward + halves[0], share * backward + halves[1]
     swapped = size.q + size.kv + size.o  # kept for the backward
     moving = (team - 1) / team * swapped
-    return swapped + share * (moving + forward), swapped + share * (swapped + moving + backward)
+    return (
+        swapped + share * (moving + forward) + halves[0],
+        swapped + share * (swapped + moving + backward) + halves[1],
+    )
 
 
 # ---- Numbers that were measured --------------------------------------------------------------------------------------
@@ -233,7 +240,7 @@ def machine_of(device: str, dtype: str, head_dim: int, fabric: str, node: int = 
     near = min(rates, key=lambda d: abs(int(d) - head_dim))
     return Machine(
         rates[near][0] * 1e12, rates[near][1] * 1e12, numbers["copy_gb_per_s"] * 1e9, *fabric_of(fabric, path), node,
-        numbers["call_us"] * 1e-6, BLOCK_BYTES["cpu" if device == "cpu" else "cuda"],
+        numbers["call_us"] * 1e-6, BLOCK_BYTES["cpu" if device == "cpu" else "cuda"], device != "cpu",
     )  # fmt: skip
 
 
