@@ -185,28 +185,17 @@ def head_by_head(group: Any) -> list[str]:
         return [*every_mask(group, 21), *ragged(group, [0, 3, 3, 11, 14, 40])]
 
 
-def same_bits_head_by_head(group: Any) -> list[bool]:
+def same_bits(group: Any, head_by_head: bool = False) -> list[bool]:
+    """Each method twice, the second time perhaps in other groups of heads."""
     q, k, v, do, dlse = (hd.shard(t, 2, group=group, shards="zigzag") for t in problem(67, dtype=torch.bfloat16))
     equal = []
     for method in METHODS:
         call = lambda q, k, v, m=method: hd.attention(
             q, k, v, group=group, method=m, shards="zigzag", causal=True, return_lse=True
         )
-        together = gradients(call, q, k, v, do, dlse)
-        with groups_of_one_head():
-            alone = gradients(call, q, k, v, do, dlse)
-        equal.append(all(torch.equal(a, b) for a, b in zip(together, alone, strict=True)))
-    return equal
-
-
-def same_bits(group: Any) -> list[bool]:
-    q, k, v, do, dlse = (hd.shard(t, 2, group=group, shards="zigzag") for t in problem(67, dtype=torch.bfloat16))
-    equal = []
-    for method in METHODS:
-        call = lambda q, k, v, m=method: hd.attention(
-            q, k, v, group=group, method=m, shards="zigzag", causal=True, return_lse=True
-        )
-        first, second = (gradients(call, q, k, v, do, dlse) for _ in range(2))
+        first = gradients(call, q, k, v, do, dlse)
+        with groups_of_one_head() if head_by_head else contextlib.nullcontext():
+            second = gradients(call, q, k, v, do, dlse)
         equal.append(all(torch.equal(a, b) for a, b in zip(first, second, strict=True)))
     return equal
 

@@ -53,7 +53,7 @@ def test_uneven_and_empty_shards(ranks: Ranks, lengths: list[int], options: dict
 @pytest.mark.parametrize("count", [2, 3])
 def test_heads_in_groups(ranks: Ranks, count: int) -> None:
     assert ranks.run("head_by_head", ranks=count) == [[]] * count
-    assert ranks.run("same_bits_head_by_head", ranks=count) == [[True] * 4] * count
+    assert ranks.run("same_bits", True, ranks=count) == [[True] * 4] * count
 
 
 def test_keys_of_another_sequence(ranks: Ranks) -> None:
