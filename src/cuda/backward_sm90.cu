@@ -11,7 +11,7 @@ struct term_rows {
     int *turns;    /* of as many places: they start at 0, as do */
     int *counters; /* of the two kernels that follow */
     int places, rows, pitch;
-    int64_t count; /* batches * Hq * rows */
+    int64_t heads; /* batches * Hq */
 };
 
 template <class T> __device__ inline float dot_product(uint4 x, uint4 y)
@@ -26,65 +26,79 @@ template <class T> __device__ inline float dot_product(uint4 x, uint4 y)
     return sum;
 }
 
-/* dO . o of one row by LANES lanes, whole in the first of them. */
-template <class T, int LANES> __device__ inline float row_product(const args &a, int64_t o, int64_t d_o)
-{
-    const T *x = (const T *)a.o.data + o, *y = (const T *)a.d_o.data + d_o;
-    const int c = threadIdx.x % LANES * 8;
-    float sum = 0.0f;
-    if (c + 8 <= a.Dv)
-        sum = dot_product<T>(*(const uint4 *)(x + c), *(const uint4 *)(y + c));
-    else
-        for (int i = c; i < a.Dv; i++)
-            sum = fmaf((float)x[i], (float)y[i], sum);
-    const uint32_t together = LANES == 32 ? ~0u : (1u << LANES % 32) - 1 << threadIdx.x % 32 / LANES * LANES;
-#pragma unroll
-    for (int lanes = LANES / 2; lanes; lanes /= 2)
-        sum += __shfl_xor_sync(together, sum, lanes);
-    return sum;
-}
+constexpr int TURNS = 4; /* rows for each group of lanes: all are asked for before any is used */
 
-constexpr int TURNS = 4; /* rows for each group of lanes: to find out where the first one lies takes a while */
+/* One row for LANES lanes, whose first column is c. */
+template <class T, int LANES> struct row_terms {
+    uint4 o, d_o; /* 8 columns, where the row has as many */
+    float lse, delta;
 
-template <class T, int LANES> __device__ inline void find_term(const args &a, const term_rows &t, int bh, int i)
-{
-    const int b = bh / a.Hq, h = bh - b * a.Hq;
-    float delta = 0.0f;
-    if (a.delta.data)
-        delta = load(a.delta, row_at(a.delta, b, h, i));
-    else {
-        delta = row_product<T, LANES>(a, row_at(a.o, b, h, i), row_at(a.d_o, b, h, i));
-        if (a.d_lse.data)
-            delta -= load(a.d_lse, row_at(a.d_lse, b, h, i));
+    __device__ void load_columns(const args &a, int b, int h, int i, int c)
+    {
+        o = d_o = make_uint4(0, 0, 0, 0);
+        if (c + 8 <= a.Dv && !a.delta.data) {
+            o = *(const uint4 *)((const T *)a.o.data + row_at(a.o, b, h, i) + c);
+            d_o = *(const uint4 *)((const T *)a.d_o.data + row_at(a.d_o, b, h, i) + c);
+        }
     }
-    if (threadIdx.x % LANES)
-        return;
-    /* A row that saw no key has L = +inf, so P = 0. Else L is kept finite, so that c S - L is not inf - inf. */
-    const float lse = load(a.lse, row_at(a.lse, b, h, i));
-    const float L = -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
-    const bool none = lse == -CUDART_INF_F;
-    t.L[(int64_t)bh * t.pitch + i] = none ? CUDART_INF_F : L;
-    t.delta[(int64_t)bh * t.pitch + i] = none ? 0.0f : delta;
-}
+
+    __device__ void load_numbers(const args &a, int b, int h, int i)
+    {
+        lse = load(a.lse, row_at(a.lse, b, h, i));
+        delta = a.delta.data   ? load(a.delta, row_at(a.delta, b, h, i))
+                : a.d_lse.data ? -load(a.d_lse, row_at(a.d_lse, b, h, i))
+                               : 0.0f;
+    }
+
+    /* dO . o, whole in the first lane. */
+    __device__ float product(const args &a, int b, int h, int i, int c) const
+    {
+        const uint32_t together = LANES == 32 ? ~0u : (1u << LANES % 32) - 1 << threadIdx.x % 32 / LANES * LANES;
+        float sum = dot_product<T>(o, d_o);
+        if (c < a.Dv && c + 8 > a.Dv && !a.delta.data) {
+            const T *const x = (const T *)a.o.data + row_at(a.o, b, h, i);
+            const T *const y = (const T *)a.d_o.data + row_at(a.d_o, b, h, i);
+            for (; c < a.Dv; c++)
+                sum = fmaf((float)x[c], (float)y[c], sum);
+        }
+#pragma unroll
+        for (int lanes = LANES / 2; lanes; lanes /= 2)
+            sum += __shfl_xor_sync(together, sum, lanes);
+        return sum;
+    }
+};
 
 template <class T, int LANES>
 __global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a, const __grid_constant__ term_rows t)
 {
     constexpr int GROUPS = 256 / LANES;
+    const int chunks = (t.rows + GROUPS * TURNS - 1) / (GROUPS * TURNS), bh = blockIdx.x / chunks;
+    const int first = (blockIdx.x - bh * chunks) * GROUPS * TURNS + threadIdx.x / LANES;
+    const int b = bh / a.Hq, h = bh - b * a.Hq, c = threadIdx.x % LANES * 8;
+    row_terms<T, LANES> x[TURNS];
+    const auto all_rows = [&](auto what) {
+#pragma unroll
+        for (int turn = 0; turn < TURNS; turn++)
+            if (first + turn * GROUPS < t.rows)
+                what(x[turn], first + turn * GROUPS);
+    };
+    all_rows([&](row_terms<T, LANES> &x, int i) { x.load_columns(a, b, h, i, c); });
+    all_rows([&](row_terms<T, LANES> &x, int i) { x.load_numbers(a, b, h, i); });
     if (blockIdx.x == 0 && threadIdx.x < 2)
         t.counters[threadIdx.x] = 0;
     for (int64_t n = (int64_t)blockIdx.x * 256 + threadIdx.x; t.sums.data && n < t.places;
          n += (int64_t)gridDim.x * 256)
         t.turns[n] = 0;
-    int64_t number = (int64_t)blockIdx.x * GROUPS * TURNS + threadIdx.x / LANES;
-    int bh = (int)(number / t.rows), i = (int)(number - (int64_t)bh * t.rows);
-#pragma unroll
-    for (int turn = 0; turn < TURNS; turn++, number += GROUPS, i += GROUPS) {
-        for (; i >= t.rows; i -= t.rows)
-            bh++;
-        if (number < t.count)
-            find_term<T, LANES>(a, t, bh, i);
-    }
+    all_rows([&](const row_terms<T, LANES> &x, int i) {
+        const float sum = x.product(a, b, h, i, c);
+        if (threadIdx.x % LANES)
+            return;
+        /* A row that saw no key has L = +inf, so P = 0. Else L is kept finite, so that c S - L is not inf - inf. */
+        const float L = -min_or_nan(-min_or_nan(x.lse * LOG2E, 3.4e38f), 3.4e38f);
+        const bool none = x.lse == -CUDART_INF_F;
+        t.L[(int64_t)bh * t.pitch + i] = none ? CUDART_INF_F : L;
+        t.delta[(int64_t)bh * t.pitch + i] = none ? 0.0f : x.delta + sum;
+    });
 }
 
 template <class T> static heed_status launch_terms(const args &a, const term_rows &t, const heed_exec *x)
@@ -93,7 +107,7 @@ template <class T> static heed_status launch_terms(const args &a, const term_row
     return launch(lanes == 8    ? find_terms<T, 8>
                   : lanes == 16 ? find_terms<T, 16>
                                 : find_terms<T, 32>,
-                  tiles_of(t.count, 256 / lanes * TURNS), 256, 0, x, a, t);
+                  t.heads * tiles_of(t.rows, 256 / lanes * TURNS), 256, 0, x, a, t);
 }
 
 /* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
@@ -337,7 +351,7 @@ static score_rule rule_of(const args &a)
 static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed_exec *x)
 {
     t->terms.rows = a->q_rows, t->terms.pitch = (int)pitch_of(p);
-    t->terms.count = p->a.q.shape[0] * a->Hq * a->q_rows;
+    t->terms.heads = p->a.q.shape[0] * a->Hq;
     heed_status status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, x)
                                                 : launch_terms<__nv_bfloat16>(*a, t->terms, x);
     if (!status)
