@@ -199,22 +199,42 @@ heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x)
 
 /* ---- Fill -------------------------------------------------------------------------------------------------------- */
 
-__global__ void fill(const __grid_constant__ view t, rows_shape n, float value)
+/* A tensor and what to set it to; count is 0 where there is none. */
+struct filling {
+    view t;
+    rows_shape n;
+    float value;
+};
+
+/* Two at a time, as a launch takes longer than most of them. */
+__global__ void fill(const __grid_constant__ filling first, const __grid_constant__ filling second)
 {
-    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < n.count;
+    const filling &f = blockIdx.y ? second : first;
+    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < f.n.count;
          row += (int64_t)gridDim.x * WARPS) {
-        int64_t at = row_at(t, place_of(n, row));
-        for (int c = threadIdx.x % 32; c < n.width; c += 32)
-            store(t, at + c * t.stride[3], value);
+        int64_t at = row_at(f.t, place_of(f.n, row));
+        for (int c = threadIdx.x % 32; c < f.n.width; c += 32)
+            store(f.t, at + c * f.t.stride[3], f.value);
     }
+}
+
+static filling filling_of(const view &t, const int64_t shape[4], float value)
+{
+    const int64_t count = t.data ? shape[0] * shape[1] * shape[2] : 0;
+    return { t, { shape[1], shape[2], count, (int)shape[3] }, value };
+}
+
+static heed_status fill_both(const filling &first, const filling &second, const heed_exec *x)
+{
+    const int64_t blocks = HEED_MIN(tiles_of(HEED_MAX(first.n.count, second.n.count), WARPS), 16384);
+    void *arguments[] = { (void *)&first, (void *)&second };
+    return heed_cuda_launch_grid((const void *)fill, dim3((unsigned)blocks, second.n.count ? 2 : 1), dim3(32 * WARPS),
+                                 0, false, x, arguments);
 }
 
 heed_status heed_cuda_fill(const view &t, const int64_t shape[4], float value, const heed_exec *x)
 {
-    if (!t.data)
-        return HEED_OK;
-    rows_shape n = { shape[1], shape[2], shape[0] * shape[1] * shape[2], (int)shape[3] };
-    return launch(fill, HEED_MIN(tiles_of(n.count, WARPS), 16384), 32 * WARPS, 0, x, t, n, value);
+    return fill_both(filling_of(t, shape, value), filling(), x);
 }
 
 /* ---- Before the kernels ------------------------------------------------------------------------------------------ */
@@ -223,8 +243,7 @@ heed_status heed_cuda_prepare_forward(const heed_problem *p, const args &a, cons
 {
     if (!a.lengths_q && !a.offsets_q)
         return HEED_OK;
-    heed_status status = heed_cuda_fill(a.o, p->a.o.shape, 0.0f, x);
-    return status ? status : heed_cuda_fill(a.lse, p->a.lse.shape, -INFINITY, x);
+    return fill_both(filling_of(a.o, p->a.o.shape, 0.0f), filling_of(a.lse, p->a.lse.shape, -INFINITY), x);
 }
 
 size_t heed_cuda_delta_bytes(const heed_problem *p)
@@ -250,12 +269,8 @@ heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const hee
         return status;
     if (!status && (a->lengths_q || a->offsets_q))
         status = heed_cuda_fill(a->d_q, p->g.d_q.shape, 0.0f, x);
-    if (a->lengths_k || a->offsets_k || a->col_step != 1 || a->col) { /* padding, and keys off the stride */
-        if (!status)
-            status = heed_cuda_fill(a->d_k, p->g.d_k.shape, 0.0f, x);
-        if (!status)
-            status = heed_cuda_fill(a->d_v, p->g.d_v.shape, 0.0f, x);
-    }
+    if (!status && (a->lengths_k || a->offsets_k || a->col_step != 1 || a->col)) /* padding, keys off the stride */
+        status = fill_both(filling_of(a->d_k, p->g.d_k.shape, 0.0f), filling_of(a->d_v, p->g.d_v.shape, 0.0f), x);
     return status;
 }
 
