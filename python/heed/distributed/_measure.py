@@ -60,7 +60,7 @@ def kernels_of(device: str, dtype: str, head_dim: int, tokens: int, heads: int) 
 
 def measure_device(device: str, quick: bool) -> dict[str, Any]:
     tokens, heads = ((2048, 2) if quick else (4096, 4)) if device == "cpu" else (16384, 16)
-    dtypes = ["fp32", "bf16"] if device == "cpu" else ["bf16", "fp16"]
+    dtypes = ["fp32", "bf16"] if device == "cpu" else ["bf16", "fp16", "fp32"]
     rates = {d: {str(n): kernels_of(device, d, n, tokens, heads) for n in (64, 128)} for d in dtypes}
     a = torch.randn(1 << (24 if device == "cpu" else 28), device=device)
     b = torch.empty_like(a)
