@@ -1,10 +1,127 @@
-/* The compile-time variants of the Hopper forward that are worth comparing. bench/tune_sm90.py checks and times them all
- * in one process; the row that src/cuda/forward_sm90.cu takes should be the best of its head size there. The backward's
- * are in tune_sm90_backward.cu.
+/* The compile-time variants of the Hopper forward that are worth comparing: tile sizes, warpgroups, buffers, and ways that
+ * the kernel does not go. bench/tune_sm90.py checks and times them all in one process; the shape that
+ * src/cuda/forward_sm90.cu takes is the first of its head size here, and should be the best. The backward's are in
+ * tune_sm90_backward.cu.
  *
  *     cmake -B build-tune -G Ninja -DHEED_BENCH=ON -DHEED_CUDA_ARCHITECTURES=90a-real && ninja -C build-tune tune_sm90
  *     python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so */
 #include "cuda/forward_sm90.cuh"
+
+/* ---- Ways that are switches of the kernel ------------------------------------------------------------------------- */
+
+/* Warpgroups issue their products one after the other. */
+template <class B> struct in_turns : B {
+    static constexpr bool TURNS = true;
+};
+
+/* The maximum of each block is taken before its exponentials; O is multiplied where it grew by more than 2^8 in P. */
+template <class B> struct maximum_of_all : B {
+    template <int N> static __device__ bool follow(float (&s)[N], row_state &x, float c)
+    {
+        refresh_maxima(s, x, c, true);
+        return __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
+    }
+};
+
+/* The same, and O is multiplied for each block. */
+template <class B> struct multiplied_always : B {
+    template <int N> static __device__ bool follow(float (&s)[N], row_state &x, float c)
+    {
+        refresh_maxima(s, x, c, true);
+        return true;
+    }
+};
+
+/* The maximum of a block counts from the next one on. */
+template <class B> struct maximum_late : B {
+    template <int N> static __device__ bool follow(float (&s)[N], row_state &x, float c)
+    {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float by = x.late[r] * c < 8.0f ? 0.0f : x.late[r];
+            x.factor[r] = exp2_fast(-by * c);
+            x.l[r] *= x.factor[r];
+            x.m[r] += by, x.offset[r] = x.m[r] * c;
+            float most = s[2 * r];
+#pragma unroll
+            for (int i = 0; i < N / 4; i++)
+                most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+            x.late[r] = fmaxf(x.late[r] - by, quad_max(most) - x.m[r]);
+        }
+        return __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
+    }
+};
+
+/* Sums of P by the tensor core: P times 8 columns of 1/4, so that the four lanes of a row have the sum together. */
+__device__ inline uint32_t *quarters()
+{
+    __shared__ __align__(128) uint32_t x[32]; /* 8 rows of 8 columns; all 16 rows are these, twice */
+    return x;
+}
+
+template <class B> struct tensor_sums : B {
+    static constexpr bool TENSOR_SUMS = true;
+
+    static __device__ void prepare()
+    {
+        if (threadIdx.x < 32)
+            quarters()[threadIdx.x] = pack<__nv_bfloat16>(0.25f, 0.25f);
+        fence_async();
+    }
+
+    template <class T, int K> static __device__ void add_up(float (&d)[4], const uint32_t (&P)[K][4], int keep)
+    {
+        const uint64_t b = (shared_address(quarters()) & 0x3ffff) >> 4;
+#pragma unroll
+        for (int k = 0; k < K; k++)
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\nwgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+                         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1, 1;\n}"
+                         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                         : "r"(P[k][0]), "r"(P[k][1]), "r"(P[k][2]), "r"(P[k][3]), "l"(b), "r"(k ? 1 : keep));
+    }
+};
+
+/* ---- Other orders of the tiles: see tile_order -------------------------------------------------------------------- */
+
+/* One head after the other; groups of heads, the longest tiles of each first; one group of all heads. */
+template <class B> struct all_in_line : B {
+};
+template <class B> struct all_in_groups : B {
+};
+template <class B> struct one_group : B {
+};
+
+template <class S>
+static tile_order ordered(const args &a, const key_parts &by, int64_t bytes, int blocks, bool line, bool all)
+{
+    tile_order o = order_of<S>(a, by, bytes, blocks);
+    o.in_line = line ? o.heads : 0;
+    o.group = all ? o.heads : o.group;
+    const int of[2] = { o.group * o.tiles, o.in_line * o.tiles };
+    for (int i = 0; i < 2; i++)
+        o.rounds[i] = (int)tiles_of(of[i], blocks), o.shift[i] = of[i] % blocks;
+    return o;
+}
+
+#define ORDER(KIND, SHAPE, line, all)                                                                                  \
+    template <> tile_order order_of<KIND<SHAPE>>(const args &a, const key_parts &by, int64_t bytes, int blocks)        \
+    {                                                                                                                  \
+        return ordered<SHAPE>(a, by, bytes, blocks, line, all);                                                        \
+    }
+using d64 = forward_shape<64, 4, 64, 8, false>;
+using d128 = forward_shape<128, 2, 128, 2, true>;
+using d256 = forward_shape<256, 2, 64, 2, true>;
+ORDER(all_in_line, d64, true, false)
+ORDER(all_in_groups, d64, false, false)
+ORDER(one_group, d64, false, true)
+ORDER(all_in_line, d128, true, false)
+ORDER(all_in_groups, d128, false, false)
+ORDER(one_group, d128, false, true)
+ORDER(all_in_line, d256, true, false)
+ORDER(all_in_groups, d256, false, false)
+ORDER(one_group, d256, false, true)
+
+/* ---- The list ----------------------------------------------------------------------------------------------------- */
 
 struct variant {
     const char *name;
@@ -14,20 +131,31 @@ struct variant {
 };
 
 /* Head size; warpgroups, keys at once, buffers for K and for V; S and O += P V together; softcap. */
-#define BF16(D, ...)                                                                                                   \
+#define SHAPE(D, ...)                                                                                                  \
     {                                                                                                                  \
-        "bf16 d" #D ": " #__VA_ARGS__, HEED_BF16, D, forward_sm90_launch<__nv_bfloat16, forward_shape<D, __VA_ARGS__>> \
+#__VA_ARGS__, HEED_BF16, D, forward_sm90_launch < __nv_bfloat16, forward_shape < D, __VA_ARGS__>>              \
     }
-#define F16(D, ...)                                                                                                    \
+#define WAY(D, KIND)                                                                                                   \
     {                                                                                                                  \
-        "fp16 d" #D ": " #__VA_ARGS__, HEED_F16, D, forward_sm90_launch<__half, forward_shape<D, __VA_ARGS__>>         \
+#KIND, HEED_BF16, D, forward_sm90_launch < __nv_bfloat16, KIND < d##D>>                                        \
     }
 static const variant variants[] = {
-    BF16(64, 4, 64, 8, false), BF16(64, 4, 96, 4, false),  BF16(64, 3, 112, 4, true),  BF16(64, 2, 128, 4, true),
-    BF16(96, 4, 64, 2, false), BF16(96, 4, 48, 4, false),  BF16(96, 3, 96, 2, true),   BF16(128, 2, 128, 2, true),
-    BF16(128, 2, 64, 4, true), BF16(128, 3, 64, 4, false), BF16(128, 3, 96, 2, false), BF16(192, 2, 96, 2, true),
-    BF16(192, 2, 64, 2, true), BF16(192, 3, 64, 2, false), BF16(256, 2, 64, 2, true),  F16(64, 4, 64, 8, false),
-    F16(128, 2, 128, 2, true), F16(256, 2, 64, 2, true),
+    SHAPE(64, 4, 64, 8, false),  SHAPE(64, 4, 64, 2, false),   SHAPE(64, 4, 96, 4, false),
+    SHAPE(64, 3, 64, 4, false),  SHAPE(64, 3, 112, 4, true),   SHAPE(64, 2, 128, 4, true),
+    WAY(64, in_turns),           WAY(64, maximum_of_all),      WAY(64, multiplied_always),
+    WAY(64, maximum_late),       WAY(64, tensor_sums),         WAY(64, all_in_line),
+    WAY(64, all_in_groups),      WAY(64, one_group),           SHAPE(96, 4, 64, 2, false),
+    SHAPE(96, 3, 96, 2, true),   SHAPE(96, 4, 48, 4, false),   SHAPE(96, 2, 128, 2, true),
+    SHAPE(128, 2, 128, 2, true), SHAPE(128, 2, 112, 2, true),  SHAPE(128, 2, 64, 4, true),
+    SHAPE(128, 2, 64, 2, true),  SHAPE(128, 2, 128, 2, false), SHAPE(128, 3, 64, 4, false),
+    SHAPE(128, 3, 96, 2, false), SHAPE(128, 3, 64, 2, true),   WAY(128, in_turns),
+    WAY(128, maximum_of_all),    WAY(128, multiplied_always),  WAY(128, maximum_late),
+    WAY(128, tensor_sums),       WAY(128, all_in_line),        WAY(128, all_in_groups),
+    WAY(128, one_group),         SHAPE(192, 2, 64, 2, true),   SHAPE(192, 2, 96, 2, true),
+    SHAPE(192, 3, 64, 2, false), SHAPE(256, 2, 64, 2, true),   SHAPE(256, 2, 48, 2, true),
+    SHAPE(256, 2, 64, 2, false), WAY(256, in_turns),           WAY(256, maximum_of_all),
+    WAY(256, maximum_late),      WAY(256, tensor_sums),        WAY(256, all_in_line),
+    WAY(256, all_in_groups),     WAY(256, one_group),
 };
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

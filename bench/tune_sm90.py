@@ -2,14 +2,17 @@
 beside cuDNN.
 
     python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so [--backward] [--check] [--head-dim 64,128]
-                               [--rows 512,2048,16384]
+                               [--rows 512,2048,8192] [--ms 3]
 
-A table for each head size, full and causal: TFLOP/s with B x S = 16k tokens and H x D = 2048, counting 4 B H S^2 D
-FLOP, half of it causal, 2.5 times that backward. Times are those of a replayed graph, sustained for --ms milliseconds.
+A table for each head size: TFLOP/s with B x S = 16k tokens and H x D = 2048, counting 4 B H S^2 D FLOP, half of it
+causal, 2.5 times that backward. The forward's first variant of a head size is the one the library takes: results of the
+others are compared with its, and at the end of a line is the geometric mean of their speeds over its. Times are medians
+of replayed graphs that take turns, --ms milliseconds each; - where a variant does not take the problem.
 """
 import argparse
 import ctypes as C
 import math
+import statistics
 
 import torch
 from cuda_bench import DTYPES, Attention, Exec, Gradient, replay_ms, view
@@ -110,9 +113,9 @@ def check(variant):
             seen = right_lse.isfinite()
             assert (lse[..., 0][~seen] == -math.inf).all() and (lse[..., 0] - right_lse)[seen].abs().max() < 2e-3
     for kind in ("ramp", "large"):
-        q, k, v = (torch.randn(2, 2, 1500, variant.head_dim, device="cuda") for _ in range(3))
+        q, k, v = (torch.randn(2, 2, 1536, variant.head_dim, device="cuda") for _ in range(3))
         if kind == "ramp":
-            q[..., 0], k[..., 0] = 40, torch.linspace(40, -40, 1500, device="cuda") * variant.head_dim**0.5
+            q[..., 0], k[..., 0] = 40, torch.linspace(40, -40, 1536, device="cuda") * variant.head_dim**0.5
         else:
             q, k = q * 100, k * 100
         q, k, v = (t.to(variant.dtype) for t in (q, k, v))
@@ -133,23 +136,51 @@ def milliseconds(call, budget, stream=None):
     return replay_ms(graph, budget)
 
 
-def table(variants, head_dim, causal, lengths, budget):
-    heads = 2048 // head_dim
-    rows = {"cudnn": []} | {v.name: [] for v in variants}
-    for length in lengths:
-        batch = max(1, 16384 // length)
-        flop = 4e-9 * batch * heads * length**2 * head_dim / (1 + causal)
-        data = [torch.randn(batch, heads, length, head_dim, device="cuda") for _ in range(3)]
-        for dtype in {v.dtype for v in variants}:
-            q, k, v = (t.to(dtype) for t in data)
-            o = torch.empty_like(q)
-            if dtype == torch.bfloat16:
-                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                    attend = torch.nn.functional.scaled_dot_product_attention
-                    rows["cudnn"].append(flop / milliseconds(lambda: attend(q, k, v, is_causal=bool(causal)), budget))
-            for variant in (x for x in variants if x.dtype == dtype):
-                rows[variant.name].append(flop / milliseconds(lambda: variant(q, k, v, o, causal=causal), budget))
-    show(f"d{head_dim} {'causal' if causal else 'full'}", lengths, rows)
+def graph_of(call):
+    """The call as a graph, or None where there is no such call."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        try:
+            call()
+        except RuntimeError:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    return graph
+
+
+def speeds(variants, head_dim, causal, length, budget, rounds):
+    """TFLOP/s of cuDNN and of each variant; nan where it does not take the problem."""
+    heads, batch = 2048 // head_dim, max(1, 16384 // length)
+    q, k, v = (torch.randn(batch, heads, length, head_dim, device="cuda").to(torch.bfloat16) for _ in range(3))
+    results = [torch.full_like(q, math.nan) for _ in variants]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        graphs = [graph_of(lambda: attend(q, k, v, is_causal=bool(causal)))]
+    graphs += [graph_of(lambda: x(q, k, v, o, causal=causal)) for x, o in zip(variants, results)]
+    for graph in graphs[1:]:
+        if graph:
+            graph.replay()
+    torch.cuda.synchronize()
+    for variant, graph, o in zip(variants, graphs[1:], results):
+        error = (o - results[0]).float().norm() / results[0].float().norm()
+        assert not graph or error < 4e-3, f"{variant.name}: S {length} causal {causal} differs by {error:.1e}"
+    times = [[] for _ in graphs]
+    for turn in range(rounds):
+        for n in sorted(range(len(graphs)), key=lambda n: (n + turn * 7) % len(graphs)):
+            times[n].append(replay_ms(graphs[n], budget) if graphs[n] else math.nan)
+    return [4e-9 * batch * heads * length**2 * head_dim / (1 + causal) / statistics.median(t) for t in times]
+
+
+def table(variants, head_dim, lengths, budget, rounds=3):
+    cells = [speeds(variants, head_dim, causal, n, budget, rounds) for causal in (0, 1) for n in lengths]
+    print(f"{f'd{head_dim}, full and causal':28s}" + "".join(f"{n:>6d}" for n in lengths * 2))
+    for n, name in enumerate(["cudnn"] + [v.name for v in variants]):
+        row = [cell[n] for cell in cells]
+        over = [math.log(x / cell[1]) for x, cell in zip(row, cells) if x == x]
+        text = "".join(f"{x:6.0f}" if x == x else "     -" for x in row)
+        print(f"{name:28s}{text}   {math.exp(sum(over) / len(over)):.3f}", flush=True)
 
 
 def show(title, lengths, rows):
@@ -184,8 +215,8 @@ def main():
     p.add_argument("--backward", action="store_true", help="the backward's variants, not the forward's")
     p.add_argument("--check", action="store_true", help="compare with fp64 first")
     p.add_argument("--head-dim", default="64,96,128,192,256")
-    p.add_argument("--rows", default="512,1024,2048,4096,8192,16384")
-    p.add_argument("--ms", type=float, default=25, help="milliseconds for each time")
+    p.add_argument("--rows", default="512,2048,8192")
+    p.add_argument("--ms", type=float, default=3, help="milliseconds for each time")
     args = p.parse_args()
     lib = C.CDLL(args.lib)
     lib.tune_name.restype = lib.tune_error.restype = lib.tune_backward_name.restype = C.c_char_p
@@ -197,10 +228,13 @@ def main():
     for variant in variants if args.check else []:
         error = variant.check() if args.backward else check(variant)
         print(f"{variant.name:44s} worst relative error {error:.1e}", flush=True)
+    lengths = [int(n) for n in args.rows.split(",")]
     for size in sorted({v.head_dim for v in variants}):
-        for causal in (0, 1):
-            (backward_table if args.backward else table)([v for v in variants if v.head_dim == size], size, causal,
-                                                         [int(n) for n in args.rows.split(",")], args.ms)
+        some = [v for v in variants if v.head_dim == size]
+        if not args.backward:
+            table(some, size, lengths, args.ms)
+        for causal in (0, 1) if args.backward else ():
+            backward_table(some, size, causal, lengths, args.ms)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,17 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
     static constexpr bool OVERLAP = OVERLAP_, CAPPED = CAPPED_;
     static constexpr bool HALVES = OVERLAP && KEYS > 64 && KEYS % 32 == 0; /* half a block can be taken by itself */
     static constexpr int ALIGNED = 1; /* blocks of keys begin at multiples of this */
+
+    /* What was tried and is not worth it; the shapes of bench/tune_sm90.cu choose otherwise. */
+    static constexpr bool TURNS = false;       /* warpgroups issue their products in turn */
+    static constexpr bool TENSOR_SUMS = false; /* the tensor core adds P up, not the lanes */
+    static __device__ void prepare() {}        /* before all else, by all threads */
+    template <int N, class X>
+    static __device__ bool follow(float (&)[N], X &, float) /* S of a block whose maxima are */
+    {                                                       /* left alone; true: they grew */
+        return false;
+    }
+
     static_assert(GROUPS >= 2 && GROUPS <= 4, "with more the registers do not suffice");
     static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32,
                          REGISTERS = GROUPS == 2   ? 232

@@ -1,9 +1,10 @@
 /* The rows of the Hopper forward: which shape serves which head size, and when keys are taken in parts. */
 #include "forward_sm90.cuh"
 
-/* Four warpgroups in turn hide each other's latencies best, where the registers suffice: short sequences are made of little
- * else. The softcap wants registers too, so there are fewer keys at once. A rule must not look at what else is in a
- * batch, nor at the device: the rounding of a result must not depend on them. */
+/* The shapes are those that bench/tune_sm90.py found best: its tables are in docs/tuning.md, section 3. Four warpgroups in
+ * turn hide each other's latencies best, where the registers suffice: short sequences are made of little else. The softcap
+ * wants registers too, so there are fewer keys at once. A rule must not look at what else is in a batch, nor at the
+ * device: the rounding of a result must not depend on them. */
 template <class T> static heed_status run(const args &a, const key_parts &by, int units, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);

@@ -30,6 +30,7 @@ template <class T, class S> struct warpgroup {
     const float c;
     bool exact; /* the maximum follows the keys */
     ring<S::STAGES> at;
+    float sums[4]; /* with TENSOR_SUMS, a quarter of the sum of P in each lane: [0] and [2] */
 
     __device__ int lane() const { return threadIdx.x % 32; }
     __device__ uint64_t Q() const { return tile_at(shared_address(sh.Q) + group * (int)sizeof sh.Q[0]); }
@@ -45,11 +46,24 @@ template <class T, class S> struct warpgroup {
             arrive(shared_address(&empty));
     }
 
+    /* With TURNS: one turn for each block. */
+    __device__ void take_turn()
+    {
+        if (S::TURNS)
+            named_sync(1 + group, 256);
+    }
+    __device__ void pass_turn()
+    {
+        if (S::TURNS)
+            named_arrive(1 + (group + 1) % S::GROUPS, 256);
+    }
+
     /* Lets blocks pass that none of these rows sees. */
     __device__ void skip(int blocks)
     {
 #pragma unroll 1
         for (; blocks > 0; blocks--, at.next()) {
+            take_turn(), pass_turn();
             wait(shared_address(&sh.k_full[at.at()]), at.parity());
             release(sh.k_empty[at.at()]);
             wait(shared_address(&sh.v_full[at.at()]), at.parity());
@@ -73,7 +87,18 @@ template <class T, class S> struct warpgroup {
         wait(shared_address(&sh.v_full[stage]), at.parity());
         wgmma_fence();
         multiply_columns<T, D, KEYS>(O, P, V(stage), keep);
+        if constexpr (S::TENSOR_SUMS)
+            S::template add_up<T>(sums, P, keep);
         wgmma_commit();
+    }
+
+    __device__ void rescale(float (&O)[D / 2], const row_state &x)
+    {
+#pragma unroll
+        for (int i = 0; i < D / 2; i++)
+            O[i] *= x.factor[i / 2 % 2];
+        if (S::TENSOR_SUMS)
+            sums[0] *= x.factor[0], sums[2] *= x.factor[1];
     }
 
     /* Waits for the last O += P V, if there was any. */
@@ -86,6 +111,19 @@ template <class T, class S> struct warpgroup {
         }
     }
 
+    /* Is block j at an edge? Then what is visible of it is found while its S is on the way. */
+    template <int N>
+    __device__ bool look_at(uint32_t (&visible)[2], const forward_work<S::ROWS> &w, int row, int j, int clear_from,
+                            int clear_to)
+    {
+        const bool edge = j < clear_from || j >= clear_to;
+        if (edge)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                visible[r] = visible_in<S, N / 2>(w, row + 8 * r, w.first + j * KEYS + threadIdx.x % 4 * 2);
+        return edge;
+    }
+
     /* P of the block that a tile begins with, or of the first keys of it: causal rows often see no more than half. */
     template <int N>
     __device__ void begin(uint32_t (&P)[KEYS / 16][4], row_state &x, const forward_work<S::ROWS> &w, int row, int seen,
@@ -93,12 +131,16 @@ template <class T, class S> struct warpgroup {
     {
         float s[N / 2];
         const int stage = uniform(at.at());
+        take_turn();
         multiply_keys(s, stage, at.parity());
+        pass_turn();
+        uint32_t visible[2];
+        const bool edge = look_at<N>(visible, w, row, seen - 1, w.clear_from, w.clear_to);
         wgmma_wait<0>();
         release(sh.k_empty[stage]);
         if (seen == 1)
             release(sh.q_empty[group]);
-        weigh<S>(s, x, a, w, row, seen - 1, seen - 1 < w.clear_from || seen - 1 >= w.clear_to, c, exact, unset);
+        weigh<S>(s, x, a, edge, visible, c, exact, unset);
         pack_rows<T, KEYS>(P, s);
     }
 
@@ -114,15 +156,17 @@ template <class T, class S> struct warpgroup {
             float s[KEYS / 2];
             finish(j != seen - 1);
             const int stage = uniform(at.at());
+            take_turn();
             multiply_keys(s, stage, at.parity());
+            pass_turn();
+            uint32_t visible[2];
+            const bool edge = look_at<KEYS>(visible, w, row, j, clear_from, clear_to);
             wgmma_wait<0>();
             release(sh.k_empty[stage]);
             if (j == 0)
                 release(sh.q_empty[group]);
-            if (weigh<S>(s, x, a, w, row, j, j < clear_from || j >= clear_to, c, exact, unset) && j != seen - 1)
-#pragma unroll
-                for (int i = 0; i < D / 2; i++)
-                    O[i] *= x.factor[i / 2 % 2];
+            if (weigh<S>(s, x, a, edge, visible, c, exact, unset) && j != seen - 1)
+                rescale(O, x);
             pack_rows<T, KEYS>(P, s);
             multiply_values(O, P, j != seen - 1);
         }
@@ -145,19 +189,21 @@ template <class T, class S> struct warpgroup {
             ring<S::STAGES> ahead = at;
             ahead.next();
             const int stage = uniform(ahead.at());
+            take_turn();
             multiply_keys(s, stage, ahead.parity());
             multiply_values(O, P, j != seen - 2);
+            pass_turn();
+            uint32_t visible[2];
+            const bool edge = look_at<KEYS>(visible, w, row, j, clear_from, clear_to);
             wgmma_wait<1>();
             release(sh.k_empty[stage]);
             if (j == 0)
                 release(sh.q_empty[group]);
-            const bool grew = weigh<S>(s, x, a, w, row, j, j < clear_from || j >= clear_to, c, exact, unset);
-            keep_order(__float_as_int(x.l[0] + x.l[1]));
+            const bool grew = weigh<S>(s, x, a, edge, visible, c, exact, unset);
+            keep_order(__float_as_int(S::TENSOR_SUMS ? s[0] + s[KEYS / 2 - 1] : x.l[0] + x.l[1]));
             finish();
             if (grew)
-#pragma unroll
-                for (int i = 0; i < D / 2; i++)
-                    O[i] *= x.factor[i / 2 % 2];
+                rescale(O, x);
             pack_rows<T, KEYS>(P, s);
         }
         multiply_values(O, P, seen > 1);
@@ -166,6 +212,8 @@ template <class T, class S> struct warpgroup {
     /* All tiles, twice: the second time those only that went out of range. */
     __device__ void run(const tile_order &order)
     {
+        if (group == S::GROUPS - 1)
+            pass_turn(); /* the first is the first group's */
 #pragma unroll 1
         for (int n = 0;; n++) {
             wait(shared_address(&sh.q_full[group]), n % 2);
@@ -190,9 +238,14 @@ template <class T, class S> struct warpgroup {
                 attend_overlapped(O, P, x, w, row0 + lane() / 4, seen, w.half[part]);
             else
                 attend_in_turn(O, P, x, w, row0 + lane() / 4, seen);
+            if (S::TENSOR_SUMS && seen > 0) {
+                wgmma_wait<0>();
+                x.l[0] += sums[0], x.l[1] += sums[2];
+            }
             bool good = conclude<S>(x, a, w, row0 + lane() / 4, order.by, divide);
+            const bool empty = __any_sync(~0u, divide[0] == 0.0f || divide[1] == 0.0f);
             finish(seen > 0);
-            good &= send_out<T, S>(O, divide, a, w, order.by, sh.out[group * 4 + warp], row0);
+            good &= send_out<T, S>(O, divide, empty, a, w, order.by, sh.out[group * 4 + warp], row0);
             if (!exact && seen > 0 && !good)
                 sh.fails(w.turn);
             __syncwarp();
@@ -228,6 +281,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         barrier_init_done();
         prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
     }
+    S::prepare();
     __syncthreads();
     if (threadIdx.x < 128) {
         fewer_registers<S::PRODUCER_REGISTERS>();

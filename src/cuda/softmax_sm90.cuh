@@ -5,22 +5,32 @@
 
 #include "feed_sm90.cuh"
 
-/* Hides what a row does not see. A lane has two rows, r and r + 8, and of each block of 8 columns two, from n0 on. */
-template <class S, int N> __device__ inline void hide(float (&s)[N], const forward_work<S::ROWS> &w, int row, int n0)
+/* What a lane sees of a row, as bits: of each 8 columns of a block it has two, N / 2 in all, from n0 on. */
+template <class S, int N> __device__ inline uint32_t visible_in(const forward_work<S::ROWS> &w, int row, int n0)
 {
     const auto below = [&](int n) { /* how many of the lane's columns come before column n */
                                     n = min(max(n - n0, 0), 2 * N);
                                     return n / 8 * 2 + min(n % 8, 2);
     };
+    const int from = below(w.low[row]);
+    return bit_mask(from, below(w.high[row]) - from);
+}
+
+/* Hides what is not visible of one of a lane's two rows. */
+template <int N> __device__ inline void hide_row(float (&s)[N], int r, uint32_t visible)
+{
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int from = below(w.low[row + 8 * r]);
-        const uint32_t visible = bit_mask(from, below(w.high[row + 8 * r]) - from);
+    for (int i = 0; i < N / 2; i++)
+        if (!(visible >> i & 1))
+            s[i / 2 * 4 + 2 * r + i % 2] = -CUDART_INF_F;
+}
+
+/* The two rows are r and r + 8. */
+template <class S, int N> __device__ inline void hide(float (&s)[N], const forward_work<S::ROWS> &w, int row, int n0)
+{
 #pragma unroll
-        for (int i = 0; i < N / 2; i++)
-            if (!(visible >> i & 1))
-                s[i / 2 * 4 + 2 * r + i % 2] = -CUDART_INF_F;
-    }
+    for (int r = 0; r < 2; r++)
+        hide_row(s, r, visible_in<S, N>(w, row + 8 * r, n0));
 }
 
 /* softcap tanh(scale S / softcap), but for the factor, which the exponent takes. */
@@ -36,9 +46,9 @@ template <int N> __device__ inline void cap(float (&s)[N], const args &a)
 }
 
 /* Two rows of a lane: offset is c m, l has the sum of the lane's own columns, and factor is what O has to be multiplied
- * with since the maximum grew. */
+ * with since the maximum grew. late: by how much it is to grow, in shapes that let it follow. */
 struct row_state {
-    float m[2], offset[2], l[2], factor[2];
+    float m[2], offset[2], l[2], factor[2], late[2];
 };
 
 /* Brings the maxima up to this block. A maximum that grew little is left: P may reach 2^8. Where c m is so large that its
@@ -46,31 +56,42 @@ struct row_state {
  * refreshed too, the sum is spoilt. */
 template <int N> __device__ inline void refresh_maxima(float (&s)[N], row_state &x, float c, bool again)
 {
+    float most[4] = { s[0], s[2], s[0], s[2] }; /* both rows at once, in short chains: everything waits for this */
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        most[i % 4] = fmaxf(most[i % 4], fmaxf(s[2 * i], s[2 * i + 1]));
+    most[0] = fmaxf(most[0], most[2]), most[1] = fmaxf(most[1], most[3]);
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], lanes));
+    bool large = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float most = s[2 * r];
-#pragma unroll
-        for (int i = 0; i < N / 4; i++)
-            most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
-        most = fmaxf(x.m[r], quad_max(most));
-        if ((most - x.m[r]) * c < 8.0f)
-            most = x.m[r];
-        x.factor[r] = x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast((x.m[r] - most) * c);
+        most[r] = fmaxf(x.m[r], most[r]);
+        if ((most[r] - x.m[r]) * c < 8.0f)
+            most[r] = x.m[r];
+        x.factor[r] = x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast((x.m[r] - most[r]) * c);
         x.l[r] *= x.factor[r];
-        x.m[r] = most, x.offset[r] = most == -CUDART_INF_F ? 0.0f : most * c;
-        if (!(fabsf(x.offset[r]) < 1e7f)) {
-#pragma unroll
-            for (int i = 0; i < N / 4; i++)
-                s[4 * i + 2 * r] -= most, s[4 * i + 2 * r + 1] -= most;
-            x.offset[r] = 0.0f;
-            if (!again)
-                x.l[r] = CUDART_NAN_F;
-        }
+        x.m[r] = most[r], x.offset[r] = most[r] == -CUDART_INF_F ? 0.0f : most[r] * c;
+        large |= !(fabsf(x.offset[r]) < 1e7f);
     }
+    if (large)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            if (!(fabsf(x.offset[r]) < 1e7f)) {
+#pragma unroll
+                for (int i = 0; i < N / 4; i++)
+                    s[4 * i + 2 * r] -= most[r], s[4 * i + 2 * r + 1] -= most[r];
+                x.offset[r] = 0.0f;
+                if (!again)
+                    x.l[r] = CUDART_NAN_F;
+            }
 }
 
 /* P = 2^(c S - c m), in place. */
-template <int N> __device__ inline void exponentials(float (&s)[N], row_state &x, float c)
+template <class S, int N> __device__ inline void exponentials(float (&s)[N], row_state &x, float c)
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -82,27 +103,30 @@ template <int N> __device__ inline void exponentials(float (&s)[N], row_state &x
             p[1] = exp2_fast(fmaf(p[1], c, -x.offset[r]));
             sum0 += p[0], sum1 += p[1];
         }
-        x.l[r] += sum0 + sum1;
+        if (!S::TENSOR_SUMS)
+            x.l[r] += sum0 + sum1;
     }
 }
 
-/* S of block j, or of its first half, becomes P; true: O has to be multiplied with the factors. */
+/* S of a block, or of its first half, becomes P; edge: not all of it is visible. True: O has to be multiplied with the
+ * factors. */
 template <class S, int N>
-__device__ inline bool weigh(float (&s)[N], row_state &x, const args &a, const forward_work<S::ROWS> &w, int row, int j,
-                             bool edge, float c, bool exact, bool &unset)
+__device__ inline bool weigh(float (&s)[N], row_state &x, const args &a, bool edge, const uint32_t (&visible)[2],
+                             float c, bool exact, bool &unset)
 {
     const bool refresh = exact || edge || unset;
     bool grew = false;
     if (S::CAPPED)
         cap(s, a);
     if (edge)
-        hide<S>(s, w, row, w.first + j * S::KEYS + threadIdx.x % 4 * 2);
+        hide_row(s, 0, visible[0]), hide_row(s, 1, visible[1]);
     if (refresh) {
         refresh_maxima(s, x, c, exact);
         grew = __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
         unset = __any_sync(~0u, x.m[0] == -CUDART_INF_F || x.m[1] == -CUDART_INF_F);
-    }
-    exponentials(s, x, c);
+    } else
+        grew = S::follow(s, x, c);
+    exponentials<S>(s, x, c);
     return grew;
 }
 
@@ -141,9 +165,9 @@ __device__ inline bool conclude(const row_state &x, const args &a, const forward
 }
 
 /* A tile is over for this group: O is divided and leaves, 64 columns at a time, through a few rows of shared memory that
- * are the warp's own. The O of a part leaves as it is. False where something was out of range. */
+ * are the warp's own. The O of a part leaves as it is. empty: some row of the warp saw no key. False where something was out of range. */
 template <class T, class S>
-__device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], const args &a,
+__device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], bool empty, const args &a,
                                 const forward_work<S::ROWS> &w, const key_parts &by, char *out, int row0)
 {
     const int lane = threadIdx.x % 32, rows = w.rows - row0;
@@ -154,7 +178,7 @@ __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], 
         O[i] *= divide[i / 2 % 2];
     }
     const bool good = !__any_sync(~0u, !(size[0] + size[1] + size[2] + size[3] < 1e37f));
-    if (__any_sync(~0u, divide[0] == 0.0f || divide[1] == 0.0f)) /* without a key O may be anything */
+    if (empty) /* without a key O may be anything */
 #pragma unroll
         for (int i = 0; i < S::D / 2; i++)
             O[i] = divide[i / 2 % 2] == 0.0f ? 0.0f : O[i];
