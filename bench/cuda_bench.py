@@ -54,7 +54,7 @@ def view(t):
 class Heed:
     """One problem, forward and backward, ready to be called again and again."""
 
-    def __init__(self, lib, q, k, v, do, family=None, dtype="f32", **options):
+    def __init__(self, lib, q, k, v, do, family=None, dtype="f32", any_order=False, **options):
         self.lib, b, h, s, d = lib, *q.shape
         self.o, self.lse = torch.empty_like(do), torch.empty(b, h, s, 1, device=q.device)
         self.grads = [torch.empty_like(t) for t in (q, k, v)]
@@ -66,7 +66,7 @@ class Heed:
                 value = view(value)
             setattr(self.a, name, value)
         self.g = Gradient(d_o=view(do), d_q=view(self.grads[0]), d_k=view(self.grads[1]), d_v=view(self.grads[2]))
-        self.x = [Exec(backend=1, stream=torch.cuda.current_stream().cuda_stream,
+        self.x = [Exec(backend=1, stream=torch.cuda.current_stream().cuda_stream, nondeterministic=int(any_order),
                        kernel=f"{way}_cuda_{family}_{dtype}".encode() if family else None)
                   for way in ("forward", "backward")]
         for x, g in zip(self.x, (None, C.byref(self.g))):

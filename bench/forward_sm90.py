@@ -2,10 +2,11 @@
 
     python3 bench/forward_sm90.py [--lib build/libheed.so] [--head-dim 64,128] [--rows 512,16384] [--others [WORDS]]
 
-The table: bf16, B x S = 16k tokens, H x D = 2048, TFLOP/s counting 4 B H S^2 D FLOP, half of it causal, and in brackets the
-ratio to cuDNN. --others: problems of other kinds, in microseconds, beside the best backend that PyTorch has for the same
-one; with WORDS only those whose names have these. Times are medians of replayed graphs, --ms milliseconds each, that take
-turns: the clock falls as the card warms. At the end of a line: clock and power meanwhile.
+The table: bf16, B x S = 16k tokens, H x D = 2048, TFLOP/s counting 4 B H S^2 D FLOP, half of it causal, and in
+brackets the ratio to cuDNN. --others: problems of other kinds, in microseconds, beside the best backend that PyTorch
+has for the same one; with WORDS, separated by commas, only those whose names have one of these. Times are medians of
+replayed graphs, --ms milliseconds each, that take turns: the clock falls as the card warms. At the end of a line:
+clock and power meanwhile.
 """
 import argparse
 import ctypes as C
@@ -126,16 +127,18 @@ def table(lib, meter, sizes, lengths, ms, rounds):
             print(text + meter.line(), flush=True)
 
 
-def ragged(lib, length, causal):
-    """Packed sequences of 1 to so many tokens."""
+def ragged_batch(length, causal, count):
+    """Packed sequences of 1 to so many tokens: where they begin, heed's options for them, and tensors."""
     lengths = torch.randint(1, length + 1, (16384 // length * 2,), generator=torch.Generator().manual_seed(1))
     offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int().cuda()
-    total, h, d = int(offsets[-1]), 16, 128
-    q, k, v = (tensors(total, h, d) for _ in range(3))
-    o = torch.empty_like(q)
     at = dict(offsets_q=offsets.data_ptr(), offsets_k=offsets.data_ptr(), sequences=len(lengths), max_rows=length,
               max_keys=length, causal=int(causal))
-    packed = [t.transpose(0, 1)[None] for t in (q, k, v, o)]
+    return offsets, at, [tensors(int(offsets[-1]), 16, 128) for _ in range(count)]
+
+
+def ragged(lib, length, causal):
+    offsets, at, (q, k, v) = ragged_batch(length, causal, 3)
+    packed = [t.transpose(0, 1)[None] for t in (q, k, v, torch.empty_like(q))]
 
     def variable():
         from torch.nn.attention.varlen import varlen_attn
@@ -153,7 +156,7 @@ def others(lib, meter, words, ms, rounds):
         report(name, calls | theirs)
 
     def report(name, calls):
-        if words not in name:
+        if not any(w in name for w in words.split(",")):
             return
         t = in_turns(calls, ms, rounds, meter)
         rivals = {n: x for n, x in t.items() if n != "heed"}
@@ -188,8 +191,8 @@ def others(lib, meter, words, ms, rounds):
         beside(f"{rows} rows, {keys} keys, 16 heads, d128", q, k, v, {}, plain(q, k, v))
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(doc, table, others):
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--head-dim", default="64,96,128,192,256")
     p.add_argument("--rows", default="512,1024,2048,4096,8192,16384")
@@ -207,4 +210,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, table, others)

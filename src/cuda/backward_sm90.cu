@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a
     const int first = (blockIdx.x - bh * chunks) * GROUPS * TURNS + threadIdx.x / LANES;
     const int b = bh / a.Hq, h = bh - b * a.Hq, c = threadIdx.x % LANES * 8;
     row_terms<T, LANES> x[TURNS];
+    let_next_start();
     const auto all_rows = [&](auto what) {
 #pragma unroll
         for (int turn = 0; turn < TURNS; turn++)
@@ -99,15 +100,16 @@ __global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a
         t.L[(int64_t)bh * t.pitch + i] = none ? CUDART_INF_F : L;
         t.delta[(int64_t)bh * t.pitch + i] = none ? 0.0f : x.delta + sum;
     });
+    wait_for_last(); /* so that who waits for this kernel has waited for the pieces of work, too */
 }
 
 template <class T> static heed_status launch_terms(const args &a, const term_rows &t, const heed_exec *x)
 {
     const int lanes = a.Dv <= 64 ? 8 : a.Dv <= 128 ? 16 : 32;
-    return launch(lanes == 8    ? find_terms<T, 8>
-                  : lanes == 16 ? find_terms<T, 16>
-                                : find_terms<T, 32>,
-                  t.heads * tiles_of(t.rows, 256 / lanes * TURNS), 256, 0, x, a, t);
+    return launch_next(lanes == 8    ? find_terms<T, 8>
+                       : lanes == 16 ? find_terms<T, 16>
+                                     : find_terms<T, 32>,
+                       t.heads * tiles_of(t.rows, 256 / lanes * TURNS), 256, 0, x, a, t);
 }
 
 /* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
@@ -118,6 +120,7 @@ __global__ void __launch_bounds__(128)
     finish_dq(const __grid_constant__ args a, const __grid_constant__ term_rows t, int tiles)
 {
     const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
+    wait_for_last();
     const int groups = t.sums.width / 16, octet = piece_at(a, false, 8, b, 0);
     const span q = span_of(a, b);
     const bool any = t.turns[place_of(a, piece_at(a, false, COLUMNS, b, tile), h)]; /* else nothing is there */
@@ -202,6 +205,7 @@ __global__ void __launch_bounds__(128)
     find_pieces(const __grid_constant__ args a, const __grid_constant__ piece_table of_keys,
                 const __grid_constant__ piece_table of_queries)
 {
+    let_next_start();
     const int number = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool keys = number < a.B * of_keys.tiles;
     const piece_table &t = keys ? of_keys : of_queries;
@@ -219,7 +223,7 @@ __global__ void __launch_bounds__(128)
     describe(a, q, keys, row, rows, t.grid, t.pieces[at]);
     if (lane == 0)
         t.pieces[at].rows = rows, t.pieces[at].tile = tile, t.pieces[at].turns = piece_at(a, false, COLUMNS, b, 0),
-        t.pieces[at].sums = piece_at(a, false, 8, b, 0);
+        t.pieces[at].sums = piece_at(a, false, 8, b, 0), t.pieces[at].alone = 0;
     for (int r = lane; r < t.rows; r += 32)
         t.ranges[(int64_t)at * t.rows + r] = r < rows ? visible_columns(a, q, keys, row + r) : make_int2(0, 0);
 }
@@ -316,6 +320,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
     const bool all = job->sums.data;
     const piece_table &keys = t.of[0], &queries = t.of[1];
     heed_status status = HEED_OK;
+    job->second = false;
     if ((a.d_k.data || a.d_v.data || all) && keys.tiles) {
         const int heads = a.B * a.Hk;
         job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
@@ -327,6 +332,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
             job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
         if (!(status = map_keys(job->own, p, a, keys.rows)) && !(status = map_queries(job->other, p, a, COLUMNS)))
             status = (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
+        job->second = true;
     }
     if (!status && a.d_q.data && !all) {
         const int heads = a.B * a.Hq;
@@ -347,15 +353,15 @@ static score_rule rule_of(const args &a)
              capped ? 1.0f / (a.softcap * LOG2E) : 0.0f };
 }
 
-/* The small kernels before the large ones: terms and pieces. a->delta becomes that of the terms. */
+/* The small kernels before the large ones: pieces and, beside them, terms. a->delta becomes that of the terms. */
 static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed_exec *x)
 {
     t->terms.rows = a->q_rows, t->terms.pitch = (int)pitch_of(p);
     t->terms.heads = p->a.q.shape[0] * a->Hq;
-    heed_status status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, x)
-                                                : launch_terms<__nv_bfloat16>(*a, t->terms, x);
+    heed_status status = heed_sm90_find_pieces(*a, t->of[0], t->of[1], x);
     if (!status)
-        status = heed_sm90_find_pieces(*a, t->of[0], t->of[1], x);
+        status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, x)
+                                        : launch_terms<__nv_bfloat16>(*a, t->terms, x);
     view &delta = a->delta;
     delta.data = (char *)t->terms.delta, delta.dtype = HEED_F32;
     delta.stride[0] = (int64_t)a->Hq * t->terms.pitch, delta.stride[1] = t->terms.pitch;
@@ -402,8 +408,8 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
     if (status || !job.sums.data)
         return status;
     const int tiles = (int)tiles_of(job.a.Sq, COLUMNS);
-    return launch(job.a.q.dtype == HEED_F16 ? finish_dq<__half> : finish_dq<__nv_bfloat16>,
-                  (int64_t)tiles * job.a.B * job.a.Hq, 128, 0, x, job.a, terms, tiles);
+    return launch_next(job.a.q.dtype == HEED_F16 ? finish_dq<__half> : finish_dq<__nv_bfloat16>,
+                       (int64_t)tiles * job.a.B * job.a.Hq, 128, 0, x, job.a, terms, tiles);
 }
 
 static backward_form form_of(const heed_problem *p)

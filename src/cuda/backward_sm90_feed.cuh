@@ -51,6 +51,7 @@ struct backward_job {
     int *counter;               /* of the pieces that are taken, from 0 */
     int count, tiles, together; /* tiles of the longest sequence; heads that are worked on at the same time */
     bool any_order;             /* dQ may be summed in: see keep_turns() */
+    bool second;                /* the kernel before has waited for all that this one needs */
 };
 
 /* One tile of own rows of a sequence and the columns that they see, the same for all heads. Of each group of 64 rows:
@@ -172,30 +173,31 @@ template <class C> struct backward_shared {
 
 template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
 {
+    constexpr int PRODUCERS = C::ADDS ? 32 + 1 + 1 : C::KEYS ? 96 : 64; /* threads that read of the piece of work */
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::SLOTS; i++) {
             barrier_init(shared_address(&s.own_full[i]), 32);
-            barrier_init(shared_address(&s.own_free[i]), 4 * (C::CONSUMERS + C::OWNERS) + (C::KEYS ? 3 : 2));
+            barrier_init(shared_address(&s.own_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + PRODUCERS);
         }
         for (int i = 0; i < C::WORKS; i++)
             barrier_init(shared_address(&s.described[i]), 32);
         for (int i = 0; i < C::FIRST; i++) {
             barrier_init(shared_address(&s.first_full[i]), C::KEYS ? 33 : 1);
-            barrier_init(shared_address(&s.first_free[i]), 4 * C::CONSUMERS);
+            barrier_init(shared_address(&s.first_free[i]), 128 * C::CONSUMERS);
         }
         for (int i = 0; i < C::SECOND; i++) {
             barrier_init(shared_address(&s.second_full[i]), C::KEYS ? 33 : 1);
-            barrier_init(shared_address(&s.second_free[i]), 4 * C::CONSUMERS);
+            barrier_init(shared_address(&s.second_free[i]), 128 * C::CONSUMERS);
         }
         for (int i = 0; i < 3; i++)
             barrier_init(shared_address(&s.landed[i]), 1);
         for (int i = 0; i < C::DS; i++) {
-            barrier_init(shared_address(&s.ds_full[i]), 4 * C::CONSUMERS);
-            barrier_init(shared_address(&s.ds_free[i]), 4);
+            barrier_init(shared_address(&s.ds_full[i]), 128 * C::CONSUMERS);
+            barrier_init(shared_address(&s.ds_free[i]), 128);
         }
         if (C::ADDS) {
             for (int i = 0; i < 2; i++) {
-                barrier_init(shared_address(&s.staged[i]), 4);
+                barrier_init(shared_address(&s.staged[i]), 128);
                 barrier_init(shared_address(&s.stage_free[i]), 1);
             }
         }
@@ -413,9 +415,7 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
                     bring_tile<C, 1>(p, s, w, h, column, tile, live, landed);
             }
         wait_own_free(s, n);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            arrive(shared_address(&s.own_free[n % C::SLOTS]));
+        arrive(shared_address(&s.own_free[n % C::SLOTS]));
     }
 }
 
@@ -430,9 +430,7 @@ template <class C> __device__ inline void bring_all_terms(const backward_job &p,
             return;
         int h = w.tiles ? 0 : p.a.G, step = 0;
         bring_terms<C>(p, s, w, h, step, tile, -1);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0)
-            arrive(shared_address(&s.own_free[slot]));
+        arrive(shared_address(&s.own_free[slot]));
     }
 }
 

@@ -195,7 +195,9 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
 {
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(backward_shared<C> *)memory;
+    let_next_start();
     init_barriers(s);
+    wait_for_last();
     const int group = uniform(threadIdx.x / 128);
     if (group == C::CONSUMERS + C::OWNERS) {
         fewer_registers<C::FEW>();
@@ -227,7 +229,7 @@ template <class C> static heed_status run_keys(const backward_job &p, int blocks
     const bool half = p.a.q.dtype == HEED_F16, capped = p.a.softcap > 0;
     auto kernel = half ? (capped ? dkv_sm90<__half, C, CAPPED> : dkv_sm90<__half, C, false>)
                        : (capped ? dkv_sm90<__nv_bfloat16, C, CAPPED> : dkv_sm90<__nv_bfloat16, C, false>);
-    return launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
+    return launch_next(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
 template <class C> static backward_kernel keys_kernel() { return { C::D, C::ROWS, run_keys<C> }; }

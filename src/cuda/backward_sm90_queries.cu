@@ -79,10 +79,13 @@ __global__ void __launch_bounds__(C::THREADS, 1) dq_sm90(const __grid_constant__
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(backward_shared<C> *)memory;
     init_barriers(s);
+    if (!p.second)
+        wait_for_last();
     const int group = uniform(threadIdx.x / 128);
     if (group == C::CONSUMERS) {
         fewer_registers<C::FEW>();
         produce<C>(p, s);
+        wait_for_last(); /* when this kernel has ended, so has the one before */
         return;
     }
     more_registers<C::MANY>();
@@ -100,7 +103,7 @@ template <class C> static heed_status run(const backward_job &p, int blocks, con
     const bool half = p.a.q.dtype == HEED_F16, capped = p.a.softcap > 0;
     auto kernel = half ? (capped ? dq_sm90<__half, C, true> : dq_sm90<__half, C, false>)
                        : (capped ? dq_sm90<__nv_bfloat16, C, true> : dq_sm90<__nv_bfloat16, C, false>);
-    return launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
+    return launch_next(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
 template <class C> static backward_kernel one() { return { C::D, C::ROWS, run<C> }; }

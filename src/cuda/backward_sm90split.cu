@@ -425,6 +425,7 @@ __global__ void __launch_bounds__(dq_shape<HEAD, PARTS>::THREADS, 1) dq_sm90spli
     if (group == C::CONSUMERS) {
         fewer_registers<C::FEW>();
         produce<C>(p.job, s);
+        wait_for_last(); /* when this kernel has ended, so has the one before */
         return;
     }
     more_registers<C::MANY>();

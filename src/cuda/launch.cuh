@@ -83,6 +83,18 @@ heed_status launch_early(Kernel kernel, dim3 blocks, dim3 threads, size_t shared
                                  arguments);
 }
 
+/* The same for kernels that are for sm_90 alone, in a one-dimensional grid. */
+template <class Kernel, class... Rest>
+heed_status launch_next(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
+                        const Rest &...rest)
+{
+    void *arguments[] = { (void *)&rest... };
+    if (blocks > INT32_MAX)
+        return launch(kernel, blocks, threads, shared_bytes, x, rest...); /* says that it cannot */
+    return heed_cuda_launch_grid((const void *)kernel, dim3((unsigned)blocks), dim3(threads), shared_bytes, true, x,
+                                 arguments);
+}
+
 /* ---- rows.cu: operations on whole rows that the kernels share ---------------------------------------------------- */
 
 /* Sets every element of t, of the given shape, where t is present. */
