@@ -142,10 +142,7 @@ def test_the_planner_counts_the_same_bytes(ranks: Ranks) -> None:
 def test_messages_are_under_way_while_it_computes(ranks: Ranks, tmp_path: Any) -> None:
     for events in ranks.run("trace", "ring", str(tmp_path / "trace"), ranks=3):
         names = [f"{kind} {name.partition(',')[0]}" for kind, name in events]
-        for step in (
-            0,
-            1,
-        ):  # the keys of the next step are asked for, then this step is computed, then they are waited for
+        for step in (0, 1):  # keys of the next step are asked for, then this one is computed, then they are waited for
             asked = names.index(f"receive keys of step {step + 1}")
             assert asked < names.index(f"compute step {step}") < names.index(f"wait keys of step {step + 1}")
             assert names.index(f"send keys of step {step + 1}") < names.index(f"compute step {step}")

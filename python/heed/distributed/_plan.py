@@ -37,9 +37,8 @@ FABRICS = {
     "nvlink": Fabric(405e9, 5e-6, inside=None),
     "infiniband": Fabric(45e9, 10e-6),
     "ethernet": Fabric(11e9, 30e-6),
-    "loopback": Fabric(
-        1e9, 500e-6, inside=None, overlaps=False
-    ),  # Gloo between processes of one machine; see measured.json
+    # Gloo between processes of one machine; see measured.json
+    "loopback": Fabric(1e9, 500e-6, inside=None, overlaps=False),
 }
 
 
