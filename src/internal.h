@@ -166,7 +166,7 @@ enum {
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
 };
 #define HEED_LONG 512
-#define HEED_LONGER(head_dim) ((head_dim) <= 64 ? 512 : 1024) /* docs/tuning.md, section 5 */
+#define HEED_LONGER(head_dim) ((head_dim) <= 96 ? 512 : 1024) /* docs/tuning.md, section 5 */
 /* docs/tuning.md, section 6, has what chose these. */
 #define HEED_SMALL (80 * 64) /* rows or keys times head size */
 #define HEED_SHORT 256       /* rows or keys */
