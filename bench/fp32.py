@@ -201,7 +201,8 @@ def main():
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
     if args.what == "errors":
-        report_errors(lib, args.kernel, [((2, 4, 512, 64), False), ((2, 4, 512, 64), True), ((1, 2, 2048, 128), False)],
+        report_errors(lib, args.kernel, [((2, 8, 128, 64), False), ((2, 8, 256, 64), True), ((2, 4, 512, 64), False),
+                                         ((2, 4, 512, 64), True), ((1, 2, 2048, 128), False)],
                       not args.forward, args.draws)
     elif args.what == "speed":
         report_speed(lib, args.kernel, not args.forward)

@@ -56,6 +56,8 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
             HEED_ONLY_SHORT
 #define HEED_NEEDS_forward_sm90short HEED_NEEDS_sm90short
 #define HEED_NEEDS_backward_sm90short HEED_NEEDS_sm90short
+#define HEED_NEEDS_forward_sm90exact HEED_NEEDS_sm90short
+#define HEED_NEEDS_backward_sm90exact HEED_NEEDS_sm90short
 
 #define HEED_NEEDS_forward_small                                                                                       \
     80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 64,                                                                          \
@@ -78,6 +80,8 @@ HEED_DECLARE_CUDA(forward, sm90)
 HEED_DECLARE_CUDA(forward, small)
 HEED_DECLARE_CUDA(forward, sm90short)
 HEED_DECLARE_CUDA(backward, sm90short)
+HEED_DECLARE_CUDA(forward, sm90exact)
+HEED_DECLARE_CUDA(backward, sm90exact)
 HEED_DECLARE_CUDA(backward, small)
 HEED_DECLARE_CUDA(forward, split)
 HEED_DECLARE_CUDA(forward, sm90split)

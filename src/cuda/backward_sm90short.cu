@@ -25,7 +25,7 @@ struct alignas(1024) backward_room {
  * lse = inf, so that its P is 0. */
 template <bool GENERAL> __device__ static float2 facts_of(float lse, float delta)
 {
-    if (lse == -CUDART_INF_F || lse == CUDART_INF_F)
+    if (!has_gradient(lse))
         return make_float2(CUDART_INF_F, 0.0f);
     return make_float2(GENERAL ? lse : -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f), delta);
 }
@@ -68,7 +68,7 @@ template <class T, bool GENERAL> struct gatherer {
     {
         const int chunk = threadIdx.x % 8;
         const view &given = a.delta.data ? a.d_o : a.o; /* with delta there need not be o */
-        const source from = rows_of<T>(given, row_at(given, s.q_batch, h, s.q_row), given.stride[2], s.rows - 1, a.Dv);
+        const source from = query_rows<T>(given, s, h, s.rows - 1, a.Dv);
         const char *const first = from.first + min(chunk * 16, from.end);
         const auto fact = [&](const view &t, int i) {
             return ((const float *)t.data)[row_at(t, s.q_batch, h, s.q_row) + i * t.stride[2]];
@@ -119,12 +119,7 @@ template <class T, bool GENERAL>
 __device__ static void own_queries(backward_room &room, const args &a, int b, int h, int begin, int tiles, int most)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (GENERAL || is_ragged(a))
-        wait_for_last();
-    if (threadIdx.x == 0)
-        room.s = span_of(a, b);
-    __syncthreads();
-    const span &s = room.s;
+    const span &s = find_span<GENERAL>(room.s, a, b);
     const int end = min(begin + tiles * SHORT_OWN, s.rows);
     if (begin >= end)
         return;
@@ -132,12 +127,10 @@ __device__ static void own_queries(backward_room &room, const args &a, int b, in
     const int hk = a.G == 1 ? x.h : x.hk;
     const meeting all = meet<false, GENERAL>(a, s, begin, end);
     const int first = round_down(all.first, MEET), last = min(round_up(all.last, MEET), s.keys);
-    const source q = rows_of<T>(a.q, row_at(a.q, s.q_batch, x.h, s.q_row), a.q.stride[2], s.rows - 1, a.D);
-    const source d_o = rows_of<T>(a.d_o, row_at(a.d_o, s.q_batch, x.h, s.q_row), a.d_o.stride[2], s.rows - 1, a.Dv);
-    const source k = rows_of<T>(a.k, row_at(a.k, s.k_batch, hk, s.k_row + a.col), a.col_step * a.k.stride[2], last - 1,
-                                a.D);
-    const source v = rows_of<T>(a.v, row_at(a.v, s.k_batch, hk, s.k_row + a.col), a.col_step * a.v.stride[2], last - 1,
-                                a.Dv);
+    const source q = query_rows<T>(a.q, s, x.h, s.rows - 1, a.D);
+    const source d_o = query_rows<T>(a.d_o, s, x.h, s.rows - 1, a.Dv);
+    const source k = key_rows<T>(a, a.k, s, hk, last - 1, a.D);
+    const source v = key_rows<T>(a, a.v, s, hk, last - 1, a.Dv);
     wait_for_last(q.first, k.first, v.first);
     char *const K = room.met(0, most), *const V = room.met(1, most);
     copy_both(K, V, k, v, first, round_up(last, MEET) - first);
@@ -171,14 +164,7 @@ __device__ static void own_queries(backward_room &room, const args &a, int b, in
             wgmma_wait<1>();
             const bool whole = n0 >= see.inside && n0 + MEET <= see.outside;
             query_scores<MEET> t = { S, row, n0 + lane % 4 * 2 }, dt = { dP, row, 0 };
-            if (!whole)
-#pragma unroll
-                for (int r = 0; r < 2; r++)
-                    short_row<GENERAL>(a, s, min(t.row(r), s.rows - 1), t.lows[r], t.highs[r]);
-            if (GENERAL)
-                score(t, a.scale, a, s, x, whole);
-            else if (!whole)
-                hide_outside_band(t);
+            find_scores<GENERAL>(t, a, s, x, whole);
             weigh<GENERAL>(t, room.facts + (row - own0), c);
             wgmma_wait<0>();
             differentiate(t, dt, room.facts + (row - own0));
@@ -202,20 +188,15 @@ template <class T, bool GENERAL>
 __device__ static void own_keys(backward_room &room, const args &a, int b, int hk, int begin, int tiles, int most)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (GENERAL || is_ragged(a))
-        wait_for_last();
-    if (threadIdx.x == 0)
-        room.s = span_of(a, b);
-    __syncthreads();
-    const span &s = room.s;
+    const span &s = find_span<GENERAL>(room.s, a, b);
     const int end = min(begin + tiles * SHORT_OWN, s.keys);
     if (begin >= end)
         return;
     const meeting all = meet<true, GENERAL>(a, s, begin, end);
     const int first = round_down(all.first, MEET), last = min(round_up(all.last, MEET), s.rows);
     const int64_t k_row = s.k_row + a.col;
-    const source k = rows_of<T>(a.k, row_at(a.k, s.k_batch, hk, k_row), a.col_step * a.k.stride[2], s.keys - 1, a.D);
-    const source v = rows_of<T>(a.v, row_at(a.v, s.k_batch, hk, k_row), a.col_step * a.v.stride[2], s.keys - 1, a.Dv);
+    const source k = key_rows<T>(a, a.k, s, hk, s.keys - 1, a.D);
+    const source v = key_rows<T>(a, a.v, s, hk, s.keys - 1, a.Dv);
     wait_for_last(k.first, v.first, nullptr);
     const float c = fmaxf(fminf(a.scale * LOG2E, 3e38f), 1.2e-38f);
     char *const Q = room.met(0, most), *const dO = room.met(1, most);
@@ -233,9 +214,8 @@ __device__ static void own_keys(backward_room &room, const args &a, int b, int h
         for (int h = hk * a.G; h < hk * a.G + a.G; h++) {
             const head x = head_of(a, s, h);
             if (own0 == begin) {
-                const source q = rows_of<T>(a.q, row_at(a.q, s.q_batch, h, s.q_row), a.q.stride[2], last - 1, a.D);
-                const source d_o = rows_of<T>(a.d_o, row_at(a.d_o, s.q_batch, h, s.q_row), a.d_o.stride[2], last - 1,
-                                              a.Dv);
+                const source q = query_rows<T>(a.q, s, h, last - 1, a.D);
+                const source d_o = query_rows<T>(a.d_o, s, h, last - 1, a.Dv);
                 __syncthreads(); /* all have done with the head before */
                 copy_both(Q, dO, q, d_o, first, round_up(last, MEET) - first);
                 known = first;
@@ -269,10 +249,7 @@ __device__ static void own_keys(backward_room &room, const args &a, int b, int h
                 else
                     wgmma_wait<1>();
                 key_scores<> t = { S, i0 + lane % 4 * 2, own0 + warp * 16 + lane / 4 }, dt = { dP, t.i0, t.n0 };
-                if (GENERAL)
-                    score_queries(t, a, s, x);
-                if (!(i0 >= see.inside && i0 + MEET <= see.outside))
-                    hide_queries<GENERAL>(t, a, s);
+                find_scores<GENERAL>(t, a, s, x, i0 >= see.inside && i0 + MEET <= see.outside);
                 weigh<GENERAL>(t, room.facts + (t.i0 - first), c);
                 uint32_t P[MEET / 16][4], dS[MEET / 16][4];
                 pack_rows<T, MEET>(P, S);
@@ -348,7 +325,7 @@ template <class T> static heed_status run(const args &a, const heed_plan *plan, 
         grid = dim3(grid.x, grid.z, grid.y);
     const division by = { k_blocks, k_each, each, few };
     return launch_early(general ? backward_sm90short<T, true> : backward_sm90short<T, false>, grid, dim3(SHORT_THREADS),
-                        sizeof(backward_room) + 2 * most * 128, plan, x, a, by, most);
+                        room_for_one(sizeof(backward_room) + 2 * most * 128, grid, plan), plan, x, a, by, most);
 }
 
 size_t heed_backward_workspace_sm90short(const heed_problem *p, const heed_plan *plan)
@@ -359,14 +336,9 @@ size_t heed_backward_workspace_sm90short(const heed_problem *p, const heed_plan 
 
 heed_status heed_backward_sm90short(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    const on_device device(x->device);
-    args a;
-    heed_status status = device.status;
-    if (!status)
-        status = heed_cuda_args(p, &a);
-    if (!status)
-        status = heed_cuda_prepare_others(p, &a, x);
-    if (status)
-        return status;
+    const prologue start(p, x, DELTA_WHERE_NEEDED);
+    const args &a = start.a;
+    if (start.status)
+        return start.status;
     return a.q.dtype == HEED_F16 ? run<__half>(a, plan, x) : run<__nv_bfloat16>(a, plan, x);
 }

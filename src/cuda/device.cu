@@ -216,10 +216,14 @@ prologue::prologue(const heed_problem *p, const heed_exec *x, size_t delta_offse
     : device(x->device), status(device.status)
 {
     heed_exec at_delta = *x;
-    if (x->workspace)
+    if (x->workspace && delta_offset != DELTA_WHERE_NEEDED)
         at_delta.workspace = (char *)x->workspace + delta_offset;
     if (!status)
         status = heed_cuda_args(p, &a);
+    if (delta_offset == DELTA_WHERE_NEEDED) {
+        status = status ? status : heed_cuda_prepare_others(p, &a, x);
+        return;
+    }
     if (!status)
         status = p->pass == HEED_FORWARD ? heed_cuda_prepare_forward(p, a, x)
                                          : heed_cuda_prepare_backward(p, &a, &at_delta);

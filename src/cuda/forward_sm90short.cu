@@ -41,11 +41,9 @@ __global__ void __launch_bounds__(SHORT_THREADS, (PARTS > 1 ? 3 : 4) - GENERAL)
     const int hk = a.G == 1 ? x.h : x.hk, row = i0 + warp * 16 + lane / 4; /* a division takes its time */
     const meeting see = meet<false, GENERAL>(a, s, i0, min(i0 + SHORT_OWN, s.rows));
     const int first = see.first & ~7;
-    const source q = rows_of<T>(a.q, row_at(a.q, s.q_batch, x.h, s.q_row), a.q.stride[2], s.rows - 1, a.D);
-    const source k = rows_of<T>(a.k, row_at(a.k, s.k_batch, hk, s.k_row + a.col), a.col_step * a.k.stride[2],
-                                see.last - 1, a.D);
-    const source v = rows_of<T>(a.v, row_at(a.v, s.k_batch, hk, s.k_row + a.col), a.col_step * a.v.stride[2],
-                                see.last - 1, a.Dv);
+    const source q = query_rows<T>(a.q, s, x.h, s.rows - 1, a.D);
+    const source k = key_rows<T>(a, a.k, s, hk, see.last - 1, a.D);
+    const source v = key_rows<T>(a, a.v, s, hk, see.last - 1, a.Dv);
     wait_for_last(q.first, k.first, v.first);
     copy_rows(room.Q, q, i0, SHORT_OWN);
 #pragma unroll
@@ -69,14 +67,7 @@ __global__ void __launch_bounds__(SHORT_THREADS, (PARTS > 1 ? 3 : 4) - GENERAL)
         wgmma_wait<0>();
         query_scores<N> t = { S, row, n0 + lane % 4 * 2 };
         const bool whole = n0 >= see.inside && n0 + N <= see.outside;
-        if (!whole)
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-                short_row<GENERAL>(a, s, min(t.row(r), s.rows - 1), t.lows[r], t.highs[r]);
-        if (GENERAL)
-            score(t, a.scale, a, s, x, whole);
-        else if (!whole)
-            hide_outside_band(t);
+        find_scores<GENERAL>(t, a, s, x, whole);
         float rescale[2];
         softmax_step(t, m, l, rescale, c);
         if (PARTS > 1 && met)
@@ -113,9 +104,9 @@ __global__ void __launch_bounds__(SHORT_THREADS, (PARTS > 1 ? 3 : 4) - GENERAL)
 template <class T, int N, int PARTS> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     const bool general = is_general(a) || a.sink.data;
-    return launch_early(general ? forward_sm90short<T, N, PARTS, true> : forward_sm90short<T, N, PARTS, false>,
-                        grid_of(a, tiles_of(a.Sq, SHORT_OWN)), dim3(SHORT_THREADS), sizeof(forward_room<N * PARTS>),
-                        plan, x, a);
+    const dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
+    return launch_early(general ? forward_sm90short<T, N, PARTS, true> : forward_sm90short<T, N, PARTS, false>, grid,
+                        dim3(SHORT_THREADS), room_for_one(sizeof(forward_room<N * PARTS>), grid, plan), plan, x, a);
 }
 
 template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)

@@ -18,19 +18,6 @@ template <class T, int U> struct partial {
     float2 ml[8];
 };
 
-/* The four lanes of a row are neighbours. */
-__device__ static float row_max(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ static float row_sum(float x)
-{
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 /* P = 2^(c S - c m'), l = l a + sum P, with m' = max(m, S) and a = 2^(c m - c m'), which O is to be multiplied by. */
 template <int N>
 __device__ static void softmax_step(float (&S)[N][4], float (&m)[2], float (&l)[2], float (&a)[2], float c)
@@ -41,7 +28,7 @@ __device__ static void softmax_step(float (&S)[N][4], float (&m)[2], float (&l)[
 #pragma unroll
         for (int n = 0; n < N; n++)
             most = fmaxf(most, fmaxf(S[n][r * 2], S[n][r * 2 + 1]));
-        most = row_max(most);
+        most = quad_max(most);
         const exponent e(c, most);
         a[r] = e.of_most(m[r]);
         m[r] = most;
@@ -102,11 +89,9 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
         for (int r = 0; r < 2; r++)
             band_of_row(a, s, min(tile.row(r), s.rows - 1), tile.lows[r], tile.highs[r]);
     }
-    const source q = rows_of<T>(a.q, row_at(a.q, s.q_batch, x.h, s.q_row), a.q.stride[2], s.rows - 1, a.D);
-    const source k = rows_of<T>(a.k, row_at(a.k, s.k_batch, x.hk, s.k_row + a.col), a.col_step * a.k.stride[2],
-                                last - 1, a.D);
-    const source v = rows_of<T>(a.v, row_at(a.v, s.k_batch, x.hk, s.k_row + a.col), a.col_step * a.v.stride[2],
-                                last - 1, a.Dv);
+    const source q = query_rows<T>(a.q, s, x.h, s.rows - 1, a.D);
+    const source k = key_rows<T>(a, a.k, s, x.hk, last - 1, a.D);
+    const source v = key_rows<T>(a, a.v, s, x.hk, last - 1, a.Dv);
     wait_for_last(q.first, k.first, v.first);
     uint4 Q[2][M];
     int n0 = first + part * (8 * N);
@@ -164,7 +149,7 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
     float2 ml[2];
 #pragma unroll
     for (int r = 0; r < 2; r++)
-        ml[r] = make_float2(m[r], row_sum(l[r]));
+        ml[r] = make_float2(m[r], quad_sum(l[r]));
     if (lane % 4 == 0)
         own.ml[lane / 4] = part ? ml[0] : ml[1];
 #pragma unroll

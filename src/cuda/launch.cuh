@@ -136,6 +136,9 @@ struct prologue {
     prologue(const heed_problem *p, const heed_exec *x, size_t delta_offset = 0);
 };
 
+/* A delta_offset for kernels that compute delta where they need it: see heed_cuda_prepare_others(). */
+constexpr size_t DELTA_WHERE_NEEDED = SIZE_MAX;
+
 inline int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 #endif

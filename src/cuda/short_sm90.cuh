@@ -22,6 +22,14 @@ inline int tiles_each(int64_t heads, int64_t tiles, int units, int held)
     return (int)HEED_MAX(HEED_MIN(heads * tiles / ((int64_t)units * held), tiles), 1);
 }
 
+/* Shared memory to ask for: where no multiprocessor needs more than one block, so much that none is given two. A kernel that
+ * starts before the one before it has ended would find but few of them empty. */
+inline size_t room_for_one(size_t bytes, dim3 grid, const heed_plan *plan)
+{
+    const int64_t blocks = (int64_t)grid.x * grid.y * grid.z;
+    return blocks <= plan->device.units ? HEED_MAX(bytes, plan->device.shared_bytes / 2 + 1024) : bytes;
+}
+
 /* So many rows of s, a multiple of 64, from `row` on as a tile for the tensor core, by all threads. Rows and columns that there
  * are not become zeros. */
 __device__ inline void copy_rows(char *to, const source &s, int row, int rows)
@@ -108,6 +116,17 @@ template <bool GENERAL> __device__ inline void short_key(const args &a, const sp
     last = max(first, min(n - s.low + 1, s.rows));
 }
 
+/* The sequence of a block, which it keeps in shared memory: the same for all, there it takes no registers. */
+template <bool GENERAL> __device__ inline const span &find_span(span &s, const args &a, int b)
+{
+    if (GENERAL || is_ragged(a))
+        wait_for_last();
+    if (threadIdx.x == 0)
+        s = span_of(a, b);
+    __syncthreads();
+    return s;
+}
+
 /* What the scores need beyond scale and such a band. */
 inline bool is_general(const args &a)
 {
@@ -135,9 +154,9 @@ __device__ inline int round_down(int x, int to) { return x / to * to; }
 __device__ inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
 /* A lane's scores as scores.cuh wants to see them: queries are rows, N keys. */
-template <int N> struct query_scores {
+template <int N, bool EXACT_ = false> struct query_scores {
     static constexpr int R = 2, C = N / 4;
-    static constexpr bool EXACT = false;
+    static constexpr bool EXACT = EXACT_;
     float (&X)[N / 2];
     int i0, n0;            /* first query and first key of this lane */
     int lows[2], highs[2]; /* of its two queries */
@@ -148,6 +167,20 @@ template <int N> struct query_scores {
     __device__ int low(int r) const { return lows[r]; }
     __device__ int high(int r) const { return highs[r]; }
 };
+
+/* S from q.k: by scale and more where GENERAL, else only the band. whole: it hides nothing in this tile. */
+template <bool GENERAL, int N, bool EXACT>
+__device__ inline void find_scores(query_scores<N, EXACT> &t, const args &a, const span &s, const head &x, bool whole)
+{
+    if (!whole)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            short_row<GENERAL>(a, s, min(t.row(r), s.rows - 1), t.lows[r], t.highs[r]);
+    if (GENERAL)
+        score(t, a.scale, a, s, x, whole);
+    else if (!whole)
+        hide_outside_band(t);
+}
 
 /* P = 2^(c S - c m'), l = l a + sum P, with m' = max(m, S) and a = 2^(c m - c m'), which O is to be multiplied by. */
 template <int N>
@@ -176,9 +209,9 @@ __device__ inline void softmax_step(query_scores<N> &S, float (&m)[2], float (&l
 }
 
 /* A lane's scores with keys as rows: 64 queries, of which the lane has 16, or four of these, from `from` on. */
-template <int R_ = 16> struct key_scores {
+template <bool EXACT_ = false, int R_ = 16> struct key_scores {
     static constexpr int R = R_, C = 2;
-    static constexpr bool EXACT = false;
+    static constexpr bool EXACT = EXACT_;
     float (&X)[32];
     int i0, n0; /* first query and first key of this lane */
     int from = 0;
@@ -191,26 +224,37 @@ template <int R_ = 16> struct key_scores {
 };
 
 /* S from q.k but for the band: four queries at a time, for the sake of registers. */
-__device__ inline void score_queries(key_scores<> &t, const args &a, const span &s, const head &x)
+template <bool EXACT>
+__device__ inline void score_queries(key_scores<EXACT> &t, const args &a, const span &s, const head &x)
 {
 #pragma unroll
     for (int from = 0; from < 16; from += 4) {
-        key_scores<4> four = { t.X, t.i0, t.n0, from };
+        key_scores<EXACT, 4> four = { t.X, t.i0, t.n0, from };
         score(four, a.scale, a, s, x, true);
     }
 }
 
 /* Hides the queries that may not see a key. */
-template <bool GENERAL> __device__ inline void hide_queries(key_scores<> &t, const args &a, const span &s)
+template <bool GENERAL, bool EXACT>
+__device__ inline void hide_queries(key_scores<EXACT> &t, const args &a, const span &s)
 {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         int first, last;
         short_key<GENERAL>(a, s, min(t.key(c), s.keys - 1), first, last);
 #pragma unroll
-        for (int r = 0; r < key_scores<>::R; r++)
+        for (int r = 0; r < key_scores<EXACT>::R; r++)
             t.at(r, c) = (unsigned)(t.row(r) - first) < (unsigned)(last - first) ? t.at(r, c) : -CUDART_INF_F;
     }
+}
+
+template <bool GENERAL, bool EXACT>
+__device__ inline void find_scores(key_scores<EXACT> &t, const args &a, const span &s, const head &x, bool whole)
+{
+    if (GENERAL)
+        score_queries(t, a, s, x);
+    if (!whole)
+        hide_queries<GENERAL>(t, a, s);
 }
 
 #endif

@@ -182,6 +182,19 @@ __device__ inline float reciprocal_fast(float x)
     return y;
 }
 
+/* Over the four neighbouring lanes that share a row of a result. */
+__device__ inline float quad_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ inline float quad_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
 constexpr float LOG2E = 1.4426950408889634f;
 
 /* Two numbers as the tensor core takes them, the first in the lower half. */

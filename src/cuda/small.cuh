@@ -60,6 +60,17 @@ template <class T> __device__ inline source rows_of(const view &t, int64_t at, i
     return { t.data + at * SIZE, (int)step * SIZE, last, width * SIZE - 16 };
 }
 
+/* Those of a head's queries or keys, to number `last` of the sequence. */
+template <class T> __device__ inline source query_rows(const view &t, const span &s, int h, int last, int width)
+{
+    return rows_of<T>(t, row_at(t, s.q_batch, h, s.q_row), t.stride[2], last, width);
+}
+template <class T>
+__device__ inline source key_rows(const args &a, const view &t, const span &s, int hk, int last, int width)
+{
+    return rows_of<T>(t, row_at(t, s.k_batch, hk, s.k_row + a.col), a.col_step * t.stride[2], last, width);
+}
+
 /* 16 rows, 4 M chunks of each, across. */
 template <int M> __device__ inline void load_across(uint4 (&x)[2][M], const source &s, int row)
 {
@@ -358,6 +369,20 @@ struct exponent {
     __device__ bool large() const { return first != 0.0f; }
     __device__ float of_most(float x) const { return exp2_fast(__fmul_rn(x - first, c) - then); }
 };
+
+/* lse log2(e) of a row in two numbers: P = 2^(c S - log2 - rest). */
+struct weight_of_row {
+    float log2, rest;
+    __device__ explicit weight_of_row(float lse)
+    {
+        const float LOG2E_REST = 1.92596303e-8f;
+        log2 = -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+        rest = fabsf(log2) < 1e7f ? fmaf(lse, LOG2E_REST, fmaf(lse, LOG2E, -log2)) : 0.0f;
+    }
+};
+
+/* Rows without gradient are given lse = inf, so that their P is 0. */
+__device__ inline bool has_gradient(float lse) { return lse != -CUDART_INF_F && lse != CUDART_INF_F; }
 
 /* A row of o from its two halves. What a sum is relative to is lost where the sink is far above: then it is all there is. */
 struct merged_row {

@@ -60,17 +60,4 @@ template <class T, int K, int N> __device__ inline void pack_rows(uint32_t (&P)[
         P[i / 4][i % 4] = 2 * i < N ? pack<T>(S[2 * i % N], S[(2 * i + 1) % N]) : 0;
 }
 
-/* Over the four lanes that share a row. */
-__device__ inline float quad_max(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ inline float quad_sum(float x)
-{
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 #endif

@@ -1,0 +1,136 @@
+/* fp32 for the kernels of short_sm90.cuh. A number is three of bf16, x = x0 + x1 + x2 to the last bit or two, which have its
+ * range, so that no scale has to be found first; of the nine products of two numbers six are made,
+ *
+ *     a b = (a2 b0 + a0 b2 + a1 b1) + (a1 b0 + a0 b1) + a0 b0          small ones first, all sums in fp32
+ *
+ * and what is left out is below 2^-25 of a b. Tiles are 64 x 64, and lie in shared memory as three boxes, x0, x1 and x2. */
+#ifndef HEED_CUDA_EXACT_SM90_CUH
+#define HEED_CUDA_EXACT_SM90_CUH
+
+#include "short_sm90.cuh"
+
+constexpr int PART = 64 * 128; /* bytes of one part of a tile */
+typedef char exact_tile[3][PART];
+typedef __nv_bfloat16 bf16;
+
+/* ---- Operands ---------------------------------------------------------------------------------------------------- */
+
+/* Two neighbours as three pairs. */
+__device__ inline void split_exact(float x, float y, uint32_t &high, uint32_t &middle, uint32_t &low)
+{
+    high = pack<bf16>(x, y);
+    x -= __uint_as_float(high << 16), y -= __uint_as_float(high & 0xFFFF0000u);
+    middle = pack<bf16>(x, y);
+    x -= __uint_as_float(middle << 16), y -= __uint_as_float(middle & 0xFFFF0000u);
+    low = pack<bf16>(x, y);
+}
+
+/* Rows of fp32 on their way into a tile: of N rows of a thread eight columns each. Thread t of `threads` has columns
+ * 8 (t % 8) .. of rows t / 8 + n threads / 8. */
+template <int N> struct exact_rows {
+    float x[N][8];
+
+    /* Rows and columns that there are not become zeros. */
+    __device__ void load(const source &s, int row, int t, int threads = SHORT_THREADS)
+    {
+        const char *const first = s.first + t % 8 * 32;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int i = row + t / 8 + n * (threads / 8);
+                uint4 y = make_uint4(0, 0, 0, 0);
+                if (i <= s.last && t % 8 * 32 + half * 16 <= s.end)
+                    y = load_16(row_from(first + half * 16, i, s.step));
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    x[n][half * 4 + e] = __uint_as_float(word(y, e));
+            }
+    }
+
+    __device__ bool are_below(float bound) const
+    {
+        float most[2] = {};
+#pragma unroll
+        for (int i = 0; i < N * 8; i++)
+            most[i % 2] = fmaxf(most[i % 2], fabsf(x[i / 8][i % 8]));
+        return fmaxf(most[0], most[1]) < bound;
+    }
+    __device__ void multiply(float factor)
+    {
+#pragma unroll
+        for (int i = 0; i < N * 8; i++)
+            x[i / 8][i % 8] *= factor;
+    }
+
+    __device__ void put(exact_tile &to, int t, int threads = SHORT_THREADS) const
+    {
+        char *const at = to[0] + t / 8 * 128 + (t % 8 ^ t / 8 % 8) * 16;
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            if (N * threads > 512 && t / 8 + n * (threads / 8) >= 64)
+                break;
+            uint32_t y[3][4];
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                split_exact(x[n][2 * e], x[n][2 * e + 1], y[0][e], y[1][e], y[2][e]);
+#pragma unroll
+            for (int p = 0; p < 3; p++)
+                *(uint4 *)(at + p * PART + n * (threads / 8) * 128) = make_uint4(y[p][0], y[p][1], y[p][2], y[p][3]);
+        }
+    }
+};
+
+/* A result as the left operand of the next product. */
+struct left_exact {
+    uint32_t x[3][4][4];
+    __device__ explicit left_exact(const float (&P)[32])
+    {
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            split_exact(P[2 * i], P[2 * i + 1], x[0][i / 4][i % 4], x[1][i / 4][i % 4], x[2][i / 4][i % 4]);
+    }
+};
+
+/* ---- Products ---------------------------------------------------------------------------------------------------- */
+
+/* Which part of the left and of the right operand a product takes: two bits each. */
+constexpr int PRODUCTS = 6, LEFT_PARTS = 0x52, RIGHT_PARTS = 0x118;
+__device__ inline int part_of(int parts, int product) { return parts >> 2 * product & 3; }
+
+/* X = A B^T, as so many committed groups: PRODUCTS. FLIP: as if it were B A^T, to the last bit. COPIES of the code of a
+ * product: one is quicker where it is met but once. */
+template <bool FLIP, int COPIES>
+__device__ inline void multiply_exact(float (&X)[32], const exact_tile &A, const exact_tile &B)
+{
+    const uint64_t a = tile_at(shared_address(A)), b = tile_at(shared_address(B));
+#pragma unroll(COPIES)
+    for (int product = 0; product < PRODUCTS; product++) {
+        const uint64_t left = on(a, part_of(FLIP ? RIGHT_PARTS : LEFT_PARTS, product) * PART),
+                       right = on(b, part_of(FLIP ? LEFT_PARTS : RIGHT_PARTS, product) * PART);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            wgmma<bf16, 64>::shared<0, 0>(X, on(left, k * 32), on(right, k * 32), product + k);
+        wgmma_commit();
+    }
+}
+
+/* X = P B, where the rows of B are the columns of P, as one group. */
+__device__ inline void multiply_exact(float (&X)[32], const left_exact &P, const exact_tile &B)
+{
+    const uint64_t b = tile_at(shared_address(B), PART);
+    wgmma_fence();
+#pragma unroll
+    for (int product = 0; product < PRODUCTS; product++)
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            wgmma<bf16, 64>::registers<1>(X, P.x[part_of(LEFT_PARTS, product)][k],
+                                          on(b, part_of(RIGHT_PARTS, product) * PART + k * 2048), product + k);
+    wgmma_commit();
+}
+
+/* Gives back half of what the tensor core cuts off a sum of four steps on average. */
+__device__ inline float whole_sum(float x) { return fmaf(x, 0x1p-24f * 0.18f * 5, x); }
+
+#endif
