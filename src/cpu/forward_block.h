@@ -123,16 +123,6 @@ static void pack_keys(forward_block *b, int64_t first, int64_t last)
     b->packed_first = HEED_MIN(b->packed_first, first), b->packed_last = HEED_MAX(b->packed_last, last);
 }
 
-/* The value of a tile operand in the form of pack.h: weight c of a row, row n of a stacked factor. */
-static inline float unit_value(const void *data, int64_t pair, int64_t half)
-{
-#if HEED_DOT
-    return heed_bf16_to_f32(((const uint16_t *)data)[2 * pair + half]);
-#else
-    return (void)half, ((const float *)data)[pair];
-#endif
-}
-
 static int values_are_finite(const forward_block *b, int64_t first, int64_t last)
 {
     const heed_problem *p = b->j->p;
@@ -189,7 +179,7 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     if (j->changes || !whole)
         for (int64_t r = 0; r < rows; r++)
             adjust_row(j, b->span, q[r], S + r * LDS, NULL, n0, from, to);
-    int as_units = HEED_DOT && !b->is_direct && !j->p->drop_below;
+    int as_units = HEED_DOT && !j->p->drop_below;
     softmax_tile(S, b->m + r0, b->l + r0, keep, rows, from, to, j->changes ? LOG2E : j->s_scale * LOG2E, as_units,
                  &b->next);
     for (int64_t r = 0; r < rows && j->p->drop_below; r++) {
@@ -197,8 +187,7 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
         keep_row(j, b->span, q[r], drop, n0, from, to);
         for (int64_t c = from; c < to; c++)
             s[c] *= drop[c];
-        if (HEED_DOT && !b->is_direct)
-            row_to_units(s, from, to);
+        row_to_units(s, from, to);
     }
 
     right V = b->V;
@@ -274,13 +263,11 @@ static void query_rows(forward_block *b)
     for (int64_t r = 0; r < b->rows; r++) {
         float *to = b->room + r * b->f->ldq;
         q = rows_of(p, b->span, t, b->row[r].h, p->D);
-        if (!b->is_direct) {
-            unit_row(to, &q, b->row[r].i);
+        unit_row(to, &q, b->row[r].i);
+        if (!b->is_direct)
             continue;
-        }
-        load_row(to, t->dtype, source_row(&q, b->row[r].i), t->stride[3], p->D, round_up(p->D, W));
-        for (int64_t d = 0; d < p->D; d += W)
-            vec_store(to + d, vec_mul(vec_load(to + d), vec_set1(b->j->k_scale)));
+        for (int64_t u = 0; u < units_of(p->D); u += W)
+            vec_store(to + u, vec_scale_units(vec_load(to + u), vec_set1(b->j->k_scale)));
     }
     b->direct = (direct_rows){ keys_of(p, b->span, &p->a.k, b->hk, p->D), keys_of(p, b->span, &p->a.v, b->hk, p->Dv),
                                b->room, b->f->ldq, b->rows };
@@ -318,9 +305,9 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
         if (!b->is_direct)
             pack_keys(b, HEED_MAX(n, n0), HEED_MIN(n + BC, n1));
         b->next.count = 0;
-        if (n + BC >= end)
+        if (n + BC >= end && !b->is_direct)
             b->next = b->after;
-        else if (b->f->asks && n + BC >= b->packed_last)
+        else if (b->f->asks && !b->is_direct && n + BC >= b->packed_last)
             ask_for_keys(&b->next, b->j, b->span, b->hk, n + BC);
         ask_in(&b->next, b->rows);
         for (int64_t t = 0; t < b->tiles; t++)

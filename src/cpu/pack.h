@@ -112,6 +112,16 @@ static void unit_row(float *to, const source *x, int64_t n)
 #endif
 }
 
+/* One value of a unit: weight c of a row, row n of a stacked factor. */
+static inline float unit_value(const void *data, int64_t pair, int64_t half)
+{
+#if HEED_DOT
+    return heed_bf16_to_f32(((const uint16_t *)data)[2 * pair + half]);
+#else
+    return (void)half, ((const float *)data)[pair];
+#endif
+}
+
 /* Columns [from, to) of a row of floats become units, in place: the unit of column c is at c / PER_UNIT. from is a
  * multiple of 2 W, to one of W. */
 static void row_to_units(float *row, int64_t from, int64_t to)
