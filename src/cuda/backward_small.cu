@@ -337,15 +337,10 @@ size_t heed_backward_workspace_small(const heed_problem *p, const heed_plan *pla
 
 heed_status heed_backward_small(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    const on_device device(x->device);
-    args a;
-    heed_status status = device.status;
-    if (!status)
-        status = heed_cuda_args(p, &a);
-    if (!status)
-        status = heed_cuda_prepare_others(p, &a, x);
-    if (status)
-        return status;
+    const prologue start(p, x, DELTA_WHERE_NEEDED);
+    const args &a = start.a;
+    if (start.status)
+        return start.status;
     const bool narrow = HEED_MAX(a.D, a.Dv) <= 32;
     return a.q.dtype == HEED_F16    ? run<__half, 1>(a, plan, x)
            : a.q.dtype == HEED_BF16 ? run<__nv_bfloat16, 1>(a, plan, x)
