@@ -30,6 +30,17 @@ template <class C> __device__ inline void release_second(backward_shared<C> &s, 
     release(&s.second_free[tile % C::SECOND]);
 }
 
+/* P of a tile passes from one role to the other: until there is room for it, and until it is there. */
+template <class C> __device__ inline void wait_to_pass(backward_shared<C> &s, int tile)
+{
+    wait(shared_address(&s.pass_free[tile % 2]), tile / 2 & 1 ^ 1);
+}
+
+template <class C> __device__ inline void wait_passed(backward_shared<C> &s, int tile)
+{
+    wait(shared_address(&s.pass_full[tile % 2]), tile / 2 & 1);
+}
+
 /* Lets tiles pass that this group has no use for. */
 template <class C> __device__ inline int skip(backward_shared<C> &s, int tile, int count)
 {

@@ -167,7 +167,7 @@ template <class C> struct backward_shared {
     piece work[C::WORKS];
     uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
-    uint64_t staged[2], stage_free[2]; /* of even and odd tiles */
+    uint64_t staged[2], stage_free[2], pass_full[2], pass_free[2]; /* of even and odd tiles */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
 
@@ -195,6 +195,11 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
             barrier_init(shared_address(&s.ds_full[i]), 128 * C::CONSUMERS);
             barrier_init(shared_address(&s.ds_free[i]), 128);
         }
+        if (C::PASS)
+            for (int i = 0; i < 2; i++) {
+                barrier_init(shared_address(&s.pass_full[i]), 128);
+                barrier_init(shared_address(&s.pass_free[i]), 128);
+            }
         if (C::ADDS) {
             for (int i = 0; i < 2; i++) {
                 barrier_init(shared_address(&s.staged[i]), 128);

@@ -19,8 +19,6 @@ __device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const a
                        w.rows - group * 64, at, t.stride[2] * a.col_step);
 }
 
-enum { PASS_FULL = 3, PASS_FREE = 5 }; /* named barriers, two of each */
-
 /* The first role meets one tile of queries. dV of a tile goes before S of the next, so that dO makes room early. first:
  * there is no tile before. */
 template <class T, class C, bool CAPPED>
@@ -50,11 +48,11 @@ __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS 
     probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, plain, &s.range[slot][row], column + lane % 4 * 2);
     release_first(s, tile);
     pack_rows<T, COLUMNS>(P, S);
-    named_sync(PASS_FREE + tile % 2, 256);
+    wait_to_pass(s, tile);
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; k++)
         s.pass[tile % 2][k * 128 + threadIdx.x % 128] = make_uint4(P[k][0], P[k][1], P[k][2], P[k][3]);
-    named_arrive(PASS_FULL + tile % 2, 256);
+    release(&s.pass_full[tile % 2]);
 }
 
 template <class T, class C, bool CAPPED>
@@ -90,8 +88,6 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
         fence_async();
         release(&s.own_free[slot]);
     }
-    named_sync(PASS_FREE, 256); /* the other's last arrivals */
-    named_sync(PASS_FREE + 1, 256);
 }
 
 /* The second role: dK of a tile goes before dP of the next, so that Q makes room early. */
@@ -115,13 +111,13 @@ __device__ inline void meet_keys(float (&dK)[C::D / 2], uint32_t (&dS)[COLUMNS /
         release_first(s, tile - 1);
     }
     wgmma_wait<0>();
-    named_sync(PASS_FULL + tile % 2, 256);
+    wait_passed(s, tile);
     wait_first(s, tile); /* Q's terms, and Q for the next round */
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; k++)
         differentiate_by_column<T, CAPPED>(dP, k, s.pass[tile % 2][k * 128 + threadIdx.x % 128], s.L[tile % C::FIRST],
                                            s.delta[tile % C::SECOND], rule);
-    named_arrive(PASS_FREE + tile % 2, 256);
+    release(&s.pass_free[tile % 2]);
     release_second(s, tile);
     pack_rows<T, COLUMNS>(dS, dP);
 }
@@ -129,8 +125,6 @@ __device__ inline void meet_keys(float (&dK)[C::D / 2], uint32_t (&dS)[COLUMNS /
 template <class T, class C, bool CAPPED> __device__ inline void keys_role(const backward_job &p, backward_shared<C> &s)
 {
     const args &a = p.a;
-    named_arrive(PASS_FREE, 256);
-    named_arrive(PASS_FREE + 1, 256);
     for (int n = 0, tile = 0;; n++) {
         const int slot = n % C::SLOTS;
         const piece &w = s.work[slot];

@@ -123,8 +123,6 @@ __device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weigh
 
 /* ---- Keys -------------------------------------------------------------------------------------------------------- */
 
-enum { PASS_FULL = 3, PASS_FREE = 5 }; /* named barriers, two of each */
-
 /* A piece of keys meets the queries of all heads that share the keys, tile after tile. Where the shifts of tile i are. */
 __device__ inline int met_at(const split_job &p, const piece &w, int i)
 {
@@ -169,12 +167,12 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
                   column >= w.inside[0] && column + COLUMNS <= w.outside[0], &s.range[slot][row], column + lane % 4 * 2,
                   [&](int e) { return L[column_of(e)]; });
             release_first(s, tile);
-            named_sync(PASS_FREE + tile % 2, 256);
+            wait_to_pass(s, tile);
             float4 *const to = (float4 *)s.pass[tile % 2 * 2] + threadIdx.x % 128;
 #pragma unroll
             for (int i = 0; i < COLUMNS / 8; i++)
                 to[i * 128] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
-            named_arrive(PASS_FULL + tile % 2, 256);
+            release(&s.pass_full[tile % 2]);
         };
         const auto add = [&](const float(&T)[HEAD / 2], int shift) {
             release_second(s, tile - 1);
@@ -216,16 +214,12 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
                      [&](int r) { return row_at(a.d_v, w.batch, w.head, a.col + (w.memory_row + r) * a.col_step); });
         release(&s.own_free[slot]);
     }
-    named_sync(PASS_FREE, 256); /* the other's last arrivals */
-    named_sync(PASS_FREE + 1, 256);
 }
 
 template <int HEAD, class C> __device__ inline void keys_role(const split_job &p, backward_shared<C> &s)
 {
     const args &a = p.job.a;
     const int lane = threadIdx.x % 32;
-    named_arrive(PASS_FREE, 256);
-    named_arrive(PASS_FREE + 1, 256);
     for (int n = 0, tile = 0;; n++) {
         const int slot = n % C::SLOTS;
         const piece &w = s.work[slot];
@@ -252,12 +246,12 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
             const float *const delta = s.delta[tile % C::SECOND] + lane % 4 * 2;
             const float4 *const from = (const float4 *)s.pass[tile % 2 * 2] + threadIdx.x % 128;
             again |= g.strange;
-            named_sync(PASS_FULL + tile % 2, 256);
+            wait_passed(s, tile);
             wait_first(s, tile); /* Q for the next round */
             differentiate(
                 dP, v_shift + g.s, [&](int i) { return from[i * 128]; }, [&](int e) { return delta[column_of(e)]; },
                 raised);
-            named_arrive(PASS_FREE + tile % 2, 256);
+            release(&s.pass_free[tile % 2]);
             release_second(s, tile);
         };
         const auto add = [&](const float(&T)[HEAD / 2]) {
