@@ -7,7 +7,7 @@
  *     python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so */
 #include "cuda/forward_sm90.cuh"
 
-/* ---- Ways that are switches of the kernel ------------------------------------------------------------------------- */
+/* ---- Ways that are switches of the kernel ------------------------------------------------------------------------ */
 
 /* Warpgroups issue their products one after the other. */
 template <class B> struct in_turns : B {
@@ -81,7 +81,7 @@ template <class B> struct tensor_sums : B {
     }
 };
 
-/* ---- Other orders of the tiles: see tile_order -------------------------------------------------------------------- */
+/* ---- Other orders of the tiles: see tile_order ------------------------------------------------------------------- */
 
 /* One head after the other; groups of heads, the longest tiles of each first; one group of all heads. */
 template <class B> struct all_in_line : B {
@@ -121,7 +121,190 @@ ORDER(all_in_line, d256, true, false)
 ORDER(all_in_groups, d256, false, false)
 ORDER(one_group, d256, false, true)
 
-/* ---- The list ----------------------------------------------------------------------------------------------------- */
+/* ---- Pairs ------------------------------------------------------------------------------------------------------- */
+
+/* Two blocks of a cluster take neighbouring tiles of a head, and each loads half of their K and V for both. */
+
+struct pairs128 : d128 {
+};
+
+__device__ inline int pair_rank()
+{
+    int x;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
+    return x;
+}
+
+__device__ inline uint32_t address_in(int rank, const void *p)
+{
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+    return there;
+}
+
+__device__ inline void arrive_in(int rank, const void *barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, barrier)) : "memory");
+}
+
+__device__ inline void meet_pair()
+{
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+/* Half of a tile's rows, to both blocks. */
+__device__ inline void load_half(char *tile, const tensor_map &m, int row, int head, int batch, uint32_t full)
+{
+    const int half = pair_rank() * pairs128::KEYS / 2;
+    for (int box = 0; box < pairs128::D / 64; box++)
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                     "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(tile) +
+                                                                     (box * pairs128::KEYS + half) * 128),
+                     "l"(&m.map), "r"(box * 64), "r"(row + half), "r"(head * m.head_on), "r"(batch * m.batch_on),
+                     "r"(full), "h"((short)3)
+                     : "memory");
+}
+
+template <> __device__ inline void loader<pairs128>::load_k(int n, int j)
+{
+    const uint32_t full = shared_address(&sh.k_full[at_k.at()]);
+    const auto &w = sh.work[n % AHEAD];
+    wait(shared_address(&sh.k_empty[at_k.at()]), at_k.parity() ^ 1);
+    if (leader) {
+        arrive_expecting(full, KV_BYTES);
+        load_half(sh.K[at_k.at()], k, w.s.k_row + w.first + j * pairs128::KEYS, w.hk, w.s.k_batch, full);
+    }
+    at_k.next();
+}
+
+template <> __device__ inline void loader<pairs128>::load_v(int n, int j)
+{
+    const uint32_t full = shared_address(&sh.v_full[at_v.at()]);
+    const auto &w = sh.work[n % AHEAD];
+    wait(shared_address(&sh.v_empty[at_v.at()]), at_v.parity() ^ 1);
+    if (leader) {
+        arrive_expecting(full, KV_BYTES);
+        load_half(sh.V[at_v.at()], v, w.s.k_row + w.first + j * pairs128::KEYS, w.hk, w.s.k_batch, full);
+    }
+    at_v.next();
+}
+
+/* Buffers of K and V are free when both blocks are done with them. */
+template <> __device__ inline void warpgroup<__nv_bfloat16, pairs128>::release(uint64_t &empty)
+{
+    const bool shared = (&empty >= sh.k_empty && &empty < sh.k_empty + pairs128::STAGES) ||
+                        (&empty >= sh.v_empty && &empty < sh.v_empty + pairs128::STAGES);
+    if (shared && lane() < 2)
+        arrive_in(lane(), &empty);
+    else if (!shared && lane() == 0)
+        arrive(shared_address(&empty));
+}
+
+/* What one computes again the other does too. */
+template <> __device__ inline void forward_shared<pairs128>::fails(int turn)
+{
+    for (int rank = 0; rank < 2; rank++)
+        asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(
+                         address_in(rank, &failed[min(turn / 32, 63)])),
+                     "r"(1u << (turn < 2048 ? turn % 32 : 31))
+                     : "memory");
+}
+
+__global__ void __launch_bounds__(pairs128::THREADS, 1)
+    forward_pairs(const __grid_constant__ args a, const __grid_constant__ tensor_map q,
+                  const __grid_constant__ tensor_map k, const __grid_constant__ tensor_map v,
+                  const __grid_constant__ tile_order order)
+{
+#if __CUDA_ARCH__ >= 900
+    using S = pairs128;
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ uint64_t agreed;
+    auto &sh = *(forward_shared<S> *)memory;
+    if (threadIdx.x < 64)
+        sh.failed[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::GROUPS; i++)
+            barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
+        for (int i = 0; i < S::STAGES; i++) {
+            barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 8 * S::GROUPS);
+            barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 8 * S::GROUPS);
+        }
+        for (int i = 0; i < AHEAD; i++)
+            barrier_init(shared_address(&sh.planned[i]), 32),
+                barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS + 1);
+        barrier_init(shared_address(&agreed), 32);
+        barrier_init_done();
+    }
+    meet_pair();
+    if (threadIdx.x < 128) {
+        fewer_registers<S::PRODUCER_REGISTERS>();
+        int tiles = 0;
+        if (threadIdx.x < 32) {
+            loader<S> l = { sh, k, v, false, threadIdx.x == 0, {}, {}, 0, 0 };
+#pragma unroll 1
+            for (int run = 0; run < 2; run++)
+                l.run();
+        } else if (threadIdx.x < 64) {
+#pragma unroll 1
+            for (int again = 0; again < 2; again++) {
+                plan_tiles<S>(sh, a, order, tiles, again);
+                const int end = tiles - 1;
+                wait(shared_address(&sh.closed[end % AHEAD]), end / AHEAD % 2);
+                if (!again) {
+                    asm volatile("fence.acq_rel.cluster;" ::: "memory"); /* which tiles failed */
+                    arrive_in(pair_rank() ^ 1, &agreed);
+                    wait(shared_address(&agreed), 0);
+                    asm volatile("fence.acq_rel.cluster;" ::: "memory");
+                }
+            }
+        } else if (threadIdx.x == 64) {
+#pragma unroll 1
+            for (int run = 0; run < 2; run++)
+                fetch_q<S>(sh, q, tiles);
+        }
+    } else {
+        more_registers<S::REGISTERS>();
+        warpgroup<__nv_bfloat16, S> g = { sh, a, uniform(threadIdx.x / 128) - 1, a.scale * LOG2E, false, {}, {} };
+        g.run(order);
+    }
+    meet_pair(); /* nobody leaves while the other may still reach into his memory */
+#endif
+}
+
+/* Only where all tiles of a head have the same keys, and their number is even. */
+static heed_status launch_pairs(const args &a, const key_parts &by, int units, const heed_exec *x)
+{
+    using S = pairs128;
+    const int64_t tiles = tiles_of(a.Sq, S::ROWS), total = tiles * a.B * a.Hq;
+    if (a.left < FAR || a.right < FAR || a.lengths_q || a.lengths_k || a.offsets_q || a.offsets_k || a.Sq % S::ROWS ||
+        tiles % 2 || a.col_step != 1 || units % 2 || a.D != S::D || a.Dv != S::D)
+        return heed_fail(HEED_UNSUPPORTED, "pairs take full attention over an even number of whole tiles");
+    tensor_map q, k, v;
+    heed_status status = heed_tensor_map(&q, a.q, a.D, a.q_rows, a.Hq, a.B, 64);
+    if (!status)
+        status = heed_tensor_map(&k, a.k, a.D, a.k_rows, a.Hk, a.B, S::KEYS / 2);
+    if (!status)
+        status = heed_tensor_map(&v, a.v, a.Dv, a.k_rows, a.Hk, a.B, S::KEYS / 2);
+    if (status)
+        return status;
+    const int blocks = (int)HEED_MIN(total, units);
+    const tile_order order = order_of<d128>(a, by, a.k_rows * (a.D + a.Dv) * 2, blocks);
+    cudaLaunchAttribute pair = {};
+    pair.id = cudaLaunchAttributeClusterDimension;
+    pair.val.clusterDim = { 2, 1, 1 };
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks), config.blockDim = dim3(S::THREADS);
+    config.dynamicSmemBytes = sizeof(forward_shared<S>), config.stream = (cudaStream_t)x->stream;
+    config.attrs = &pair, config.numAttrs = 1;
+    cudaError_t error = cudaFuncSetAttribute((const void *)forward_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             (int)config.dynamicSmemBytes);
+    void *arguments[] = { (void *)&a, &q, &k, &v, (void *)&order };
+    if (!error)
+        error = cudaLaunchKernelExC(&config, (const void *)forward_pairs, arguments);
+    return heed_cuda_status(error, "launching pairs");
+}
+
+/* ---- The list ---------------------------------------------------------------------------------------------------- */
 
 struct variant {
     const char *name;
@@ -140,21 +323,30 @@ struct variant {
 #KIND, HEED_BF16, D, forward_sm90_launch < __nv_bfloat16, KIND < d##D>>                                        \
     }
 static const variant variants[] = {
-    SHAPE(64, 4, 64, 8, false),  SHAPE(64, 4, 64, 2, false),   SHAPE(64, 4, 96, 4, false),
-    SHAPE(64, 3, 64, 4, false),  SHAPE(64, 3, 112, 4, true),   SHAPE(64, 2, 128, 4, true),
-    WAY(64, in_turns),           WAY(64, maximum_of_all),      WAY(64, multiplied_always),
-    WAY(64, maximum_late),       WAY(64, tensor_sums),         WAY(64, all_in_line),
-    WAY(64, all_in_groups),      WAY(64, one_group),           SHAPE(96, 4, 64, 2, false),
-    SHAPE(96, 3, 96, 2, true),   SHAPE(96, 4, 48, 4, false),   SHAPE(96, 2, 128, 2, true),
-    SHAPE(128, 2, 128, 2, true), SHAPE(128, 2, 112, 2, true),  SHAPE(128, 2, 64, 4, true),
-    SHAPE(128, 2, 64, 2, true),  SHAPE(128, 2, 128, 2, false), SHAPE(128, 3, 64, 4, false),
-    SHAPE(128, 3, 96, 2, false), SHAPE(128, 3, 64, 2, true),   WAY(128, in_turns),
-    WAY(128, maximum_of_all),    WAY(128, multiplied_always),  WAY(128, maximum_late),
-    WAY(128, tensor_sums),       WAY(128, all_in_line),        WAY(128, all_in_groups),
-    WAY(128, one_group),         SHAPE(192, 2, 64, 2, true),   SHAPE(192, 2, 96, 2, true),
-    SHAPE(192, 3, 64, 2, false), SHAPE(256, 2, 64, 2, true),   SHAPE(256, 2, 48, 2, true),
-    SHAPE(256, 2, 64, 2, false), WAY(256, in_turns),           WAY(256, maximum_of_all),
-    WAY(256, maximum_late),      WAY(256, tensor_sums),        WAY(256, all_in_line),
+    SHAPE(64, 4, 64, 8, false),  SHAPE(64, 4, 64, 2, false),
+    SHAPE(64, 4, 96, 4, false),  SHAPE(64, 3, 64, 4, false),
+    SHAPE(64, 3, 112, 4, true),  SHAPE(64, 3, 128, 4, true),
+    SHAPE(64, 2, 128, 4, true),  WAY(64, in_turns),
+    WAY(64, maximum_of_all),     WAY(64, multiplied_always),
+    WAY(64, maximum_late),       WAY(64, tensor_sums),
+    WAY(64, all_in_line),        WAY(64, all_in_groups),
+    WAY(64, one_group),          SHAPE(96, 4, 64, 2, false),
+    SHAPE(96, 3, 96, 2, true),   SHAPE(96, 4, 48, 4, false),
+    SHAPE(96, 2, 128, 2, true),  SHAPE(128, 2, 128, 2, true),
+    SHAPE(128, 2, 112, 2, true), SHAPE(128, 2, 64, 4, true),
+    SHAPE(128, 2, 64, 2, true),  SHAPE(128, 2, 128, 2, false),
+    SHAPE(128, 3, 64, 4, false), SHAPE(128, 3, 96, 2, false),
+    SHAPE(128, 3, 64, 2, true),  SHAPE(128, 3, 80, 2, true),
+    WAY(128, in_turns),          WAY(128, maximum_of_all),
+    WAY(128, multiplied_always), WAY(128, maximum_late),
+    WAY(128, tensor_sums),       { "pairs (cluster, multicast)", HEED_BF16, 128, launch_pairs },
+    WAY(128, all_in_line),       WAY(128, all_in_groups),
+    WAY(128, one_group),         SHAPE(192, 2, 64, 2, true),
+    SHAPE(192, 2, 96, 2, true),  SHAPE(192, 3, 64, 2, false),
+    SHAPE(256, 2, 64, 2, true),  SHAPE(256, 2, 48, 2, true),
+    SHAPE(256, 2, 64, 2, false), WAY(256, in_turns),
+    WAY(256, maximum_of_all),    WAY(256, maximum_late),
+    WAY(256, tensor_sums),       WAY(256, all_in_line),
     WAY(256, all_in_groups),     WAY(256, one_group),
 };
 

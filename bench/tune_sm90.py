@@ -2,16 +2,17 @@
 beside cuDNN.
 
     python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so [--backward] [--check] [--head-dim 64,128]
-                               [--rows 512,2048,8192] [--ms 3]
+                               [--rows 512,2048,8192] [--ms 1.5]
 
 A table for each head size: TFLOP/s with B x S = 16k tokens and H x D = 2048, counting 4 B H S^2 D FLOP, half of it
 causal, 2.5 times that backward. The forward's first variant of a head size is the one the library takes: results of the
 others are compared with its, and at the end of a line is the geometric mean of their speeds over its. Times are medians
-of replayed graphs that take turns, --ms milliseconds each; - where a variant does not take the problem.
+of nine replayed graphs in random order, --ms milliseconds each; - where a variant does not take the problem.
 """
 import argparse
 import ctypes as C
 import math
+import random
 import statistics
 
 import torch
@@ -107,7 +108,12 @@ def check(variant):
             q, k, v = (torch.randn(b, n, s, variant.head_dim, device="cuda").to(variant.dtype)
                        for n, s in ((h, rows), (key_heads, keys), (key_heads, keys)))
             o, lse = torch.full_like(q, math.nan), torch.full((b, h, rows, 1), math.nan, device="cuda")
-            variant(q, k, v, o, lse, **options)
+            try:
+                variant(q, k, v, o, lse, **options)
+            except RuntimeError as error:
+                if "pairs take" in str(error):
+                    continue
+                raise
             right, right_lse = reference(q, k, v, **options)
             worst = max(worst, (o - right).norm().item() / (right.norm().item() + 1e-30))
             seen = right_lse.isfinite()
@@ -167,13 +173,13 @@ def speeds(variants, head_dim, causal, length, budget, rounds):
         error = (o - results[0]).float().norm() / results[0].float().norm()
         assert not graph or error < 4e-3, f"{variant.name}: S {length} causal {causal} differs by {error:.1e}"
     times = [[] for _ in graphs]
-    for turn in range(rounds):
-        for n in sorted(range(len(graphs)), key=lambda n: (n + turn * 7) % len(graphs)):
+    for _ in range(rounds):
+        for n in random.sample(range(len(graphs)), len(graphs)):
             times[n].append(replay_ms(graphs[n], budget) if graphs[n] else math.nan)
     return [4e-9 * batch * heads * length**2 * head_dim / (1 + causal) / statistics.median(t) for t in times]
 
 
-def table(variants, head_dim, lengths, budget, rounds=3):
+def table(variants, head_dim, lengths, budget, rounds=9):
     cells = [speeds(variants, head_dim, causal, n, budget, rounds) for causal in (0, 1) for n in lengths]
     print(f"{f'd{head_dim}, full and causal':28s}" + "".join(f"{n:>6d}" for n in lengths * 2))
     for n, name in enumerate(["cudnn"] + [v.name for v in variants]):
@@ -216,7 +222,7 @@ def main():
     p.add_argument("--check", action="store_true", help="compare with fp64 first")
     p.add_argument("--head-dim", default="64,96,128,192,256")
     p.add_argument("--rows", default="512,2048,8192")
-    p.add_argument("--ms", type=float, default=3, help="milliseconds for each time")
+    p.add_argument("--ms", type=float, default=1.5, help="milliseconds for each time")
     args = p.parse_args()
     lib = C.CDLL(args.lib)
     lib.tune_name.restype = lib.tune_error.restype = lib.tune_backward_name.restype = C.c_char_p

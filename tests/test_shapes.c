@@ -71,6 +71,21 @@ TEST(sizes_around_the_tiles_of_each_head_size_work)
     }
 }
 
+/* The Hopper forward has other shapes for many rows and keys. */
+TEST(many_rows_meet_many_keys)
+{
+    for_each_kernel(HEED_FORWARD, kernel)
+        for (int causal = 0; causal < 2; causal++) {
+            if (!strstr(kernel.name, "_cuda_sm90_"))
+                continue;
+            test_case c = case_new(&kernel, causal ? (case_shape){ .Sq = 1550, .D = 104 }
+                                                   : (case_shape){ .Sq = 1550, .Sk = 4100, .D = 8 });
+            c.a.causal = causal;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(one_query_meets_a_long_cache)
 {
     for_each_kernel(EITHER_PASS, kernel) {
@@ -156,6 +171,7 @@ int main(void)
         cmocka_unit_test(query_heads_share_key_heads),
         cmocka_unit_test(sizes_around_the_tiles_of_a_kernel_work),
         cmocka_unit_test(sizes_around_the_tiles_of_each_head_size_work),
+        cmocka_unit_test(many_rows_meet_many_keys),
         cmocka_unit_test(one_query_meets_a_long_cache),
         cmocka_unit_test(few_rows_meet_many_keys),
         cmocka_unit_test(one_key_meets_many_queries),

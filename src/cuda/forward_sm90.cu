@@ -2,13 +2,16 @@
 #include "forward_sm90.cuh"
 
 /* The shapes are those that bench/tune_sm90.py found best: its tables are in docs/tuning.md, section 3. Four warpgroups in
- * turn hide each other's latencies best, where the registers suffice: short sequences are made of little else. The softcap
- * wants registers too, so there are fewer keys at once. A rule must not look at what else is in a batch, nor at the
- * device: the rounding of a result must not depend on them. */
+ * turn hide each other's latencies best, where the registers suffice: short sequences are made of little else. Where there
+ * are many rows and keys, three with S and O += P V together are ahead, and read K and V less often. The softcap wants
+ * registers too, so there are fewer keys at once. A rule must not look at what else is in a batch, nor at the device: the
+ * rounding of a result must not depend on them. */
 template <class T> static heed_status run(const args &a, const key_parts &by, int units, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
-    const bool brief = !a.offsets_k && a.Sk <= 1024 * a.col_step;
+    const int64_t keys = a.offsets_k ? -1 : tiles_of(a.Sk, a.col_step); /* -1: who knows */
+    const bool brief = keys >= 0 && keys <= 1024;
+    const bool many = a.Sq > 1536 && a.left >= FAR && by.count == 1; /* rows, with all keys or all before them */
     heed_status (*launch)(const args &, const key_parts &, int, const heed_exec *);
     if (a.softcap > 0)
         launch = width <= 64    ? forward_sm90_launch<T, forward_shape<64, 4, 64, 8, false, true>>
@@ -17,12 +20,14 @@ template <class T> static heed_status run(const args &a, const key_parts &by, in
                  : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 96, 2, true, true>>
                                 : forward_sm90_launch<T, forward_shape<256, 2, 48, 2, true, true>>;
     else
-        launch = width <= 64            ? forward_sm90_launch<T, forward_shape<64, 4, 64, 8, false>>
-                 : width <= 96 && brief ? forward_sm90_launch<T, forward_shape<96, 4, 64, 2, false>>
-                 : width <= 96          ? forward_sm90_launch<T, forward_shape<96, 3, 96, 2, true>>
-                 : width <= 128         ? forward_sm90_launch<T, forward_shape<128, 2, 128, 2, true>>
-                 : width <= 192         ? forward_sm90_launch<T, forward_shape<192, 2, 64, 2, true>>
-                                        : forward_sm90_launch<T, forward_shape<256, 2, 64, 2, true>>;
+        launch = width <= 64 && many && keys > 4096    ? forward_sm90_launch<T, forward_shape<64, 3, 128, 4, true>>
+                 : width <= 64                         ? forward_sm90_launch<T, forward_shape<64, 4, 64, 8, false>>
+                 : width <= 96 && brief                ? forward_sm90_launch<T, forward_shape<96, 4, 64, 2, false>>
+                 : width <= 96                         ? forward_sm90_launch<T, forward_shape<96, 3, 96, 2, true>>
+                 : width <= 128 && many && keys > 1536 ? forward_sm90_launch<T, forward_shape<128, 3, 64, 2, true>>
+                 : width <= 128                        ? forward_sm90_launch<T, forward_shape<128, 2, 128, 2, true>>
+                 : width <= 192                        ? forward_sm90_launch<T, forward_shape<192, 2, 64, 2, true>>
+                                                       : forward_sm90_launch<T, forward_shape<256, 2, 64, 2, true>>;
     return launch(a, by, units, x);
 }
 

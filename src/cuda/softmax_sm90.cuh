@@ -165,7 +165,8 @@ __device__ inline bool conclude(const row_state &x, const args &a, const forward
 }
 
 /* A tile is over for this group: O is divided and leaves, 64 columns at a time, through a few rows of shared memory that
- * are the warp's own. The O of a part leaves as it is. empty: some row of the warp saw no key. False where something was out of range. */
+ * are the warp's own. The O of a part leaves as it is. empty: some row of the warp saw no key. False where something was
+ * out of range. */
 template <class T, class S>
 __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], bool empty, const args &a,
                                 const forward_work<S::ROWS> &w, const key_parts &by, char *out, int row0)
