@@ -27,14 +27,15 @@ template <int D, class Tiles> struct shared_dq {
     span sequence;
     head of;
     score_source from;
-    key_rows k, v;
+    const char *term;             /* of the head */
     __align__(16) char tiles[16]; /* of mask and bias: as many bytes as they need */
 };
 
 template <class T, int D, int SCORES, class Chip>
 __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERAL>::THREADS,
                                   Chip::template query_tiles<D, SCORES == GENERAL>::BLOCKS)
-    dq_mma(const __grid_constant__ args a, const float2 *__restrict__ facts, const __grid_constant__ tile_order order)
+    dq_mma(const __grid_constant__ mma_args a, const float2 *__restrict__ facts,
+           const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
     if (!SCORES_RUN_HERE(SCORES))
@@ -60,6 +61,12 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     };
     int n0; /* the first key of a tile; there is one to come */
     bool more;
+    const char *next_k = NULL, *next_v = NULL; /* the next tile's */
+    auto copy_next = [&](int slot, int keys) {
+        copy_rows<D, BC, THREADS>(sK + slot * TILE, next_k, a.k_step, keys, a.D, order_of_keys());
+        copy_rows<D, BC, THREADS>(sV + slot * TILE, next_v, a.v_step, keys, a.Dv, order_of_keys());
+        next_k += BC * a.k_step, next_v += BC * a.v_step;
+    };
     { /* the first copies start before anything is shared: each thread finds out for itself */
         int b, h, first, last, low, high;
         const int i0 = (order.tiles - 1 - order.find(b, h)) * BR;
@@ -67,7 +74,6 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         const int hk = order.heads_of_key.divide(h), rows = min(BR, here.rows - i0);
         if (rows <= 0)
             return;
-        const key_rows k = keys_of(a, here, a.k, hk), v = keys_of(a, here, a.v, hk);
         band_of_row(a, here, i0, first, last);
         band_of_row(a, here, i0 + rows - 1, low, high);
         const int inside = max(first, low), outside = min(last, high);
@@ -77,10 +83,10 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         copy_rows<D, BR, THREADS>(sdO, a.d_o.data + row_at(a.d_o, here.q_batch, h, here.q_row + i0) * 2,
                                   a.d_o.stride[2] * 2, rows, a.Dv);
         n0 = first, more = first < last;
-        if (more) {
-            copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, n0, here.keys, a.D, order_of_keys());
-            copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, n0, here.keys, a.Dv, order_of_keys());
-        }
+        next_k = keys_of(a, here, a.k, hk).first + n0 * a.k_step;
+        next_v = keys_of(a, here, a.v, hk).first + n0 * a.v_step;
+        if (more)
+            copy_next(0, here.keys - n0);
         commit_copies();
         score_source from;
         if (COPIES) {
@@ -94,27 +100,28 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             s.of = head_of(a, here, h);
             if (COPIES)
                 s.from = from;
-            s.k = k, s.v = v;
             s.i0 = i0, s.last = last, s.inside = inside, s.outside = outside;
         }
         if (threadIdx.x < BR) {
             const int row = min((int)threadIdx.x, rows - 1);
             const float2 f = facts[((int64_t)here.q_batch * a.Hq + h) * a.q_rows + here.q_row + i0 + row];
-            s.L[threadIdx.x] = term_of<SCORES>(f.x, a), s.delta[threadIdx.x] = f.y;
+            s.L[threadIdx.x] = f.x, s.delta[threadIdx.x] = f.y;
             band_of_row(a, here, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
-            if (SCORES == BIASED)
-                bias[threadIdx.x] = bias_row(a, here, h, i0 + row);
+            if (SCORES == BEGUN && a.bias.data)
+                bias[threadIdx.x] = bias_row(a, here, bias_of_head(a, here, h), i0 + row);
         }
     }
     const span &q = s.sequence;
     const head &x = s.of;
     float dQ[MT][D / 8][4];
     clear(dQ);
-    const float c = SCORES == GENERAL ? LOG2E : SCORES == BIASED ? rest_of(a.scale) * LOG2E : a.scale_log2;
-    if (SCORES == BIASED) {
+    const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
+    bool coarse = false;
+    if (SCORES == BEGUN && a.bias.data) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
+        coarse = __any_sync(~0u, is_coarse(s.L[row0 + lane % (16 * MT)]));
     }
 
     constexpr bool LATER = COPIES && SLOTS == 2; /* mask and bias may take longer than keys */
@@ -124,19 +131,15 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             __syncwarp();
         }
     };
-    auto copy_next = [&](int slot) {
-        if (more) {
-            copy_keys<D, BC, THREADS>(sK + slot * TILE, a, q, a.k, s.k, x.hk, n0 + BC, q.keys, a.D, order_of_keys());
-            copy_keys<D, BC, THREADS>(sV + slot * TILE, a, q, a.v, s.v, x.hk, n0 + BC, q.keys, a.Dv, order_of_keys());
-        }
-        commit_copies();
-    };
     for (int slot = 0; more; slot ^= SLOTS - 1, n0 += BC) {
         wait_copies<LATER>();
         __syncthreads(); /* this tile is here, and the one before no longer needed */
         more = n0 + BC < s.last;
-        if (SLOTS == 2)
-            copy_next(slot ^ 1);
+        if (SLOTS == 2) {
+            if (more)
+                copy_next(slot ^ 1, q.keys - n0 - BC);
+            commit_copies();
+        }
         float S[MT][NT][4], dP[MT][NT][4];
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
         const int column0 = lane % 4 * order_of_keys::NEAR;
@@ -156,15 +159,24 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                 t, dt, kept, a, q, x, whole, [&](int r) { return s.L[t.row0 + own_tile::down(r)]; },
                 [&](int r) { return s.delta[t.row0 + own_tile::down(r)]; });
         } else {
-            if (SCORES == BIASED) {
-                if (more)
-                    prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
-                begin_with_bias(t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; });
-                clear(dP);
-                multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); /* in the meantime */
+            auto L = [&](int r) { return s.L[t.row0 + own_tile::down(r)]; };
+            auto multiply_values = [&] { clear(dP), multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); };
+            if (SCORES == BEGUN) {
+                if (a.bias.data) {
+                    if (more)
+                        prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
+                    begin_with_bias(
+                        t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; },
+                        something([&](int r) { return coarse ? 0.0f : L(r); }), multiply_values);
+                } else {
+                    begin_with_alibi(t, a, q, x);
+                    multiply_values();
+                }
             } else
                 clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
+            if (SCORES == BEGUN && coarse)
+                subtract_rows(t, L);
             if constexpr (SCORES == UNBIASED) {
                 wait_for_own_scores();
                 point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
@@ -173,15 +185,13 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                 hide_outside_band(t);
 #pragma unroll
             for (int r = 0; r < 2 * MT; r++) {
-                const float L = s.L[t.row0 + own_tile::down(r)];
+                const float less = SCORES == BEGUN && a.bias.data ? 0.0f : L(r); /* where it is not in S already */
 #pragma unroll
                 for (int e = 0; e < 2 * NT; e++)
-                    t.at(r, e) = probability<SCORES == BIASED>(t.at(r, e), c, L);
+                    t.at(r, e) = probability<false>(t.at(r, e), c, less);
             }
-            if (SCORES != BIASED) {
-                clear(dP);
-                multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0);
-            }
+            if (SCORES != BEGUN)
+                multiply_values();
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);
 #pragma unroll
@@ -201,15 +211,18 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         multiply_tile<T, D>(dQ, dP, sK + slot * TILE); /* dQ += dS K */
         if (SLOTS == 1) {
             __syncthreads();
-            copy_next(0);
+            if (more)
+                copy_next(0, q.keys - n0 - BC);
+            commit_copies();
         }
     }
     wait_copies<0>();
     __syncthreads(); /* Q's tile becomes the way out, and without a key nobody has waited for Q */
     const int i0 = s.i0, rows = min(BR, q.rows - i0);
     scale_rows(dQ, a.scale);
+    const int64_t first = row_at(a.d_q, q.q_batch, x.h, q.q_row + i0), step = a.d_q.stride[2];
     store_rows<T, D, MT>(dQ, a.d_q, a.D, a.accumulate, sQ, s.Q, row0,
-                         [&](int r) { return r < rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + r) : NOWHERE; });
+                         [&](int r) { return r < rows ? first + r * step : NOWHERE; });
 #endif
 }
 
@@ -231,34 +244,44 @@ template <int D, class Tiles> struct shared_dkv {
     __align__(16) char tiles[16]; /* of mask and bias, for each slot: as many bytes as they need */
 };
 
+/* Queries that come next. */
+struct next_queries {
+    const char *q, *d_o;
+};
+
+__device__ static next_queries queries_from(const mma_args &a, const span &q, int h, int i0)
+{
+    return { a.q.data + row_at(a.q, q.q_batch, h, q.q_row + i0) * 2,
+             a.d_o.data + row_at(a.d_o, q.q_batch, h, q.q_row + i0) * 2 };
+}
+
 /* Starts the copies of queries i0 .. + BQ of head h into a slot, and says what the tile has to know of them. */
 template <int SCORES, int D, class Tiles>
-__device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int slot, const args &a,
-                                    const float2 *facts, int h, int i0, bool whole)
+__device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int slot, const mma_args &a,
+                                    const next_queries &from, const float2 *facts, int h, int i0, bool whole)
 {
     constexpr int BQ = Tiles::MEETS, THREADS = Tiles::THREADS;
     const int rows = q.rows - i0;
-    copy_rows<D, BQ, THREADS>(shared_address(s.Q[slot]), a.q.data + row_at(a.q, q.q_batch, h, q.q_row + i0) * 2,
-                              a.q.stride[2] * 2, rows, a.D);
-    copy_rows<D, BQ, THREADS>(shared_address(s.dO[slot]), a.d_o.data + row_at(a.d_o, q.q_batch, h, q.q_row + i0) * 2,
-                              a.d_o.stride[2] * 2, rows, a.Dv);
+    copy_rows<D, BQ, THREADS>(shared_address(s.Q[slot]), from.q, a.q_step, rows, a.D);
+    copy_rows<D, BQ, THREADS>(shared_address(s.dO[slot]), from.d_o, a.d_o_step, rows, a.Dv);
     if (threadIdx.x < BQ) {
-        const float2 *from = facts + ((int64_t)q.q_batch * a.Hq + h) * a.q_rows + q.q_row + i0;
-        const bool real = (int)threadIdx.x < rows;
-        copy_async<8>(shared_address(&s.facts[slot][threadIdx.x]), real ? from + threadIdx.x : facts, real ? 8 : 0);
+        facts += ((int64_t)q.q_batch * a.Hq + h) * a.q_rows + q.q_row + i0;
+        const int real = (int)threadIdx.x < rows ? 8 : 0;
+        copy_async<8>(shared_address(&s.facts[slot][threadIdx.x]), real ? facts + threadIdx.x : facts, real);
         if (!whole)
             band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[slot][threadIdx.x],
                         s.high[slot][threadIdx.x]);
-        if (SCORES == BIASED)
-            bias_rows(s.tiles)[slot * BQ + threadIdx.x] = bias_row(a, q, h, i0 + threadIdx.x);
-    } else if (threadIdx.x == BQ && copies_scores(SCORES))
+        if (SCORES == BEGUN && a.bias.data)
+            bias_rows(s.tiles)[slot * BQ + threadIdx.x] = bias_row(a, q, bias_of_head(a, q, h), i0 + threadIdx.x);
+    } else if (threadIdx.x == BQ && (copies_scores(SCORES) || (SCORES == BEGUN && a.alibi.data)))
         s.of[slot] = head_of(a, q, h);
 }
 
 template <class T, int D, int SCORES, int WHICH, class Chip>
 __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>::THREADS,
                                   Chip::template key_tiles<D, SCORES == GENERAL>::BLOCKS)
-    dkv_mma(const __grid_constant__ args a, const float2 *__restrict__ facts, const __grid_constant__ tile_order order)
+    dkv_mma(const __grid_constant__ mma_args a, const float2 *__restrict__ facts,
+            const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
     if (!SCORES_RUN_HERE(SCORES))
@@ -277,10 +300,17 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
     int i0, h; /* the first of the queries that come next, and their head */
     bool more;
+    constexpr bool RUNS = D == 64; /* next keeps its place from tile to tile: others have no registers for it */
+    next_queries next;
     auto meet_next = [&](int slot, const span &q, const score_source &from, int n0, bool whole) {
-        meet_queries<SCORES>(s, q, slot, a, facts, h, i0, whole);
-        if (SCORES == BIASED)
-            prefetch_bias<BQ, BN, THREADS>(threadIdx.x, a, n0, [&](int r) { return bias_row(a, q, h, i0 + r); });
+        if (!RUNS)
+            next = queries_from(a, q, h, i0);
+        meet_queries<SCORES>(s, q, slot, a, next, facts, h, i0, whole);
+        next.q += BQ * a.q_step, next.d_o += BQ * a.d_o_step;
+        if (SCORES == BEGUN && a.bias.data) {
+            const char *first = bias_of_head(a, q, h);
+            prefetch_bias<BQ, BN, THREADS>(threadIdx.x, a, n0, [&](int r) { return bias_row(a, q, first, i0 + r); });
+        }
         if (COPIES)
             copy_mask_and_bias<SCORES, extras, BQ, THREADS>(threadIdx.x, s.tiles + slot * extras::bytes(a, SCORES), 0,
                                                             a, q, at_head(from, a, h), i0, n0);
@@ -292,8 +322,9 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         const int keys = min(BN, here.keys - n0);
         if (keys <= 0)
             return;
-        copy_keys<D, BN, THREADS>(sK, a, here, a.k, keys_of(a, here, a.k, hk), hk, n0, here.keys, a.D, key_order<MT>());
-        copy_keys<D, BN, THREADS>(sV, a, here, a.v, keys_of(a, here, a.v, hk), hk, n0, here.keys, a.Dv,
+        copy_rows<D, BN, THREADS>(sK, keys_of(a, here, a.k, hk).first + n0 * a.k_step, a.k_step, keys, a.D,
+                                  key_order<MT>());
+        copy_rows<D, BN, THREADS>(sV, keys_of(a, here, a.v, hk).first + n0 * a.v_step, a.v_step, keys, a.Dv,
                                   key_order<MT>());
         int first, last, first_of_end, last_of_end;
         band_of_key(a, here, n0, first, last);
@@ -304,6 +335,8 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         score_source from;
         if (COPIES)
             from = score_source_of(a, head_of(a, here, 0));
+        if (RUNS)
+            next = queries_from(a, here, h, i0);
         if (more)
             meet_next(0, here, from, n0, i0 >= inside && min(i0 + BQ, here.rows) <= outside);
         if (threadIdx.x == 0) {
@@ -321,8 +354,8 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     float dK[MT][D / 8][4], dV[MT][D / 8][4];
     clear(dK);
     clear(dV);
-    const float c = SCORES == GENERAL ? LOG2E : SCORES == BIASED ? rest_of(a.scale) * LOG2E : a.scale_log2;
-    if (SCORES == BIASED) {
+    const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
+    if (SCORES == BEGUN && a.bias.data) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.K, THREADS>(s.K, power_in(a.scale));
@@ -332,9 +365,12 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         __syncthreads(); /* this tile is here, and the one before no longer needed */
         const int i = i0;
         i0 += BQ;
-        if (i0 >= s.last)
+        if (i0 >= s.last) {
             i0 = s.first, h++;
-        more = h < (s.hk + 1) * a.G;
+            more = h < (s.hk + 1) * a.G;
+            if (more && RUNS)
+                next = queries_from(a, q, h, i0);
+        }
         if (SLOTS == 2) {
             if (more)
                 meet_next(slot ^ 1, q, s.from, s.n0, all_see_all(i0));
@@ -364,14 +400,30 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                 t, dt, kept, a, q, x, whole, [&](int r) { return facts_of(r).x; },
                 [&](int r) { return facts_of(r).y; });
         } else {
-            if (SCORES == BIASED) {
-                const char **rows = bias_rows(s.tiles) + slot * BQ + t.column0;
-                begin_with_bias(t, a, [&](int r) { return rows[own_tile::down(r)]; });
+            auto multiply_values = [&] {
                 clear(dP);
-                multiply_rows<T, D>(dP, sV, row0, sdO, 0); /* in the meantime */
+                if (WHICH & ONLY_DK)
+                    multiply_rows<T, D>(dP, sV, row0, sdO, 0);
+            };
+            bool coarse = false;
+            if (SCORES == BEGUN) {
+                if (a.bias.data) {
+                    const char **rows = bias_rows(s.tiles) + slot * BQ + t.column0;
+                    for (int r = lane; r < BQ; r += 32)
+                        coarse |= is_coarse(s.facts[slot][r].x);
+                    coarse = __any_sync(~0u, coarse);
+                    begin_with_bias(
+                        t, a, [&](int r) { return rows[own_tile::down(r)]; },
+                        something([&](int r) { return coarse ? 0.0f : facts_of(r).x; }), multiply_values);
+                } else {
+                    begin_with_alibi(t, a, q, x);
+                    multiply_values();
+                }
             } else
                 clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, 0);
+            if (SCORES == BEGUN && coarse)
+                subtract_rows(t, [&](int r) { return facts_of(r).x; });
             if constexpr (SCORES == UNBIASED) {
                 point_at_tiles<SCORES, extras>(t, s.tiles + slot * extras::bytes(a, SCORES), a, t.column0,
                                                row0 + lane / 4 * (2 * MT));
@@ -382,16 +434,14 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
 #pragma unroll
             for (int r = 0; r < 2 * NT; r++) {
                 const float2 f = facts_of(r);
-                const float L = term_of<SCORES>(f.x, a);
+                const float L = SCORES == BEGUN && a.bias.data ? 0.0f : f.x; /* where it is not in S already */
                 delta[r] = f.y;
 #pragma unroll
                 for (int e = 0; e < 2 * MT; e++)
-                    t.at(r, e) = probability<SCORES == BIASED>(t.at(r, e), c, L);
+                    t.at(r, e) = probability<false>(t.at(r, e), c, L);
             }
-            if (SCORES != BIASED)
-                clear(dP);
-            if (SCORES != BIASED && WHICH & ONLY_DK)
-                multiply_rows<T, D>(dP, sV, row0, sdO, 0);
+            if (SCORES != BEGUN)
+                multiply_values();
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);
 #pragma unroll
@@ -417,16 +467,17 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     __syncthreads();
     const int n0 = s.n0, hk = s.hk, keys = min(BN, q.keys - n0);
     scale_rows(dK, a.scale);
+    auto store_keys = [&](const float(&x)[MT][D / 8][4], const view &to, int width, uint32_t tile, char *memory) {
+        const int64_t first = key_at(a, q, to, hk, n0), step = a.col_step * to.stride[2];
+        store_rows<T, D, MT>(x, to, width, a.accumulate, tile, memory, row0, [&](int r) {
+            r = key_order<MT>()(r);
+            return r < keys ? first + r * step : NOWHERE;
+        });
+    };
     if (WHICH & ONLY_DK && a.d_k.data)
-        store_rows<T, D, MT>(dK, a.d_k, a.D, a.accumulate, sK, s.K, row0, [&](int r) {
-            r = key_order<MT>()(r);
-            return r < keys ? key_at(a, q, a.d_k, hk, n0 + r) : NOWHERE;
-        });
+        store_keys(dK, a.d_k, a.D, sK, s.K);
     if (WHICH & ONLY_DV && a.d_v.data)
-        store_rows<T, D, MT>(dV, a.d_v, a.Dv, a.accumulate, sV, s.V, row0, [&](int r) {
-            r = key_order<MT>()(r);
-            return r < keys ? key_at(a, q, a.d_v, hk, n0 + r) : NOWHERE;
-        });
+        store_keys(dV, a.d_v, a.Dv, sV, s.V);
 #endif
 }
 
@@ -442,7 +493,8 @@ static heed_status run_keys(const args &a, const float2 *facts, const heed_exec 
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const tile_order order = order_tiles(tiles_of(keys, Tiles::OWN), a.Hk, (int64_t)a.Sq * a.G, a);
     return launch(dkv_mma<T, D, SCORES, WHICH, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + Tiles::SLOTS * shared::extras::bytes(a, SCORES), x, a, facts, order);
+                  sizeof(shared) + Tiles::SLOTS * shared::extras::bytes(a, SCORES), x, with_unit<SCORES>(a), facts,
+                  order);
 }
 
 template <class T, int D, int SCORES, class Chip>
@@ -453,13 +505,15 @@ static heed_status run_queries(const args &a, const float2 *facts, const heed_ex
     static_assert(SCORES == UNBIASED || sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
     return launch(dq_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + shared::extras::bytes(a, SCORES), x, a, facts, order);
+                  sizeof(shared) + shared::extras::bytes(a, SCORES), x, with_unit<SCORES>(a), facts, order);
 }
 
 template <class T, int D, int SCORES, class Chip>
-static heed_status run_scores(const args &a, const float2 *facts, const heed_exec *x)
+static heed_status run_scores(const args &a, float2 *facts, const heed_exec *x)
 {
-    heed_status status = HEED_OK;
+    heed_status status = heed_cuda_row_facts(a, unit_of_lse<SCORES>(a), facts, x);
+    if (status)
+        return status;
     if constexpr (D == 256) {
         if (a.d_v.data)
             status = run_keys<T, D, SCORES, ONLY_DV, Chip>(a, facts, x);
@@ -482,14 +536,14 @@ template <int D, class Chip> static bool fits(const args &a, int scores, size_t 
 }
 
 template <class T, int D, class Chip>
-static heed_status run_head(const args &a, const float2 *facts, const heed_plan *plan, const heed_exec *x)
+static heed_status run_head(const args &a, float2 *facts, const heed_plan *plan, const heed_exec *x)
 {
     int scores = scores_of<D, Chip>(a, plan->device.arch);
     if (scores != PLAIN && !fits<D, Chip>(a, scores, plan->device.shared_bytes))
         scores = GENERAL;
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
-        if (scores == BIASED)
-            return run_scores<T, D, BIASED, Chip>(a, facts, x);
+        if (scores == BEGUN)
+            return run_scores<T, D, BEGUN, Chip>(a, facts, x);
         if (scores == UNBIASED)
             return run_scores<T, D, UNBIASED, Chip>(a, facts, x);
     }
@@ -497,7 +551,7 @@ static heed_status run_head(const args &a, const float2 *facts, const heed_plan 
 }
 
 template <class T, class Chip>
-static heed_status run(const args &a, const float2 *facts, const heed_plan *plan, const heed_exec *x)
+static heed_status run(const args &a, float2 *facts, const heed_plan *plan, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
     if (width <= 64)
@@ -508,14 +562,12 @@ static heed_status run(const args &a, const float2 *facts, const heed_plan *plan
     return run_head<T, 128, Chip>(a, facts, plan, x);
 }
 
-/* How a launch begins: for each row of q its facts, at the workspace's start, and all that prologue does. */
+/* How a launch begins: all that prologue does. At the workspace's start there is room for the facts of each row of q. */
 struct backward_prologue : prologue {
     float2 *facts;
     backward_prologue(const heed_problem *p, const heed_exec *x)
         : prologue(p, x, heed_cuda_facts_bytes(p)), facts((float2 *)x->workspace)
     {
-        if (!status)
-            status = heed_cuda_row_facts(a, p->a.q.shape, facts, x);
     }
 };
 

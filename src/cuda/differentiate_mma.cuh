@@ -118,23 +118,30 @@ __device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<
         [&](int i, uint32_t byte) { kept.add(i, 0, byte >> number & ((1u << C) - 1)); });
 }
 
-/* P = 2^(c S - L) with L from log2_of(lse); LARGE: 2^(c (S - L)) with lse in the units of S, the slower way that takes
- * scores of any size. At most 1: rounding, where S is large, could make it more. */
+/* What a row's lse is multiplied by to be the L of probability(), or in units of a bias that S begins with. */
+template <int SCORES> static float unit_of_lse(const args &a)
+{
+    return SCORES == GENERAL ? 1.0f : SCORES == BEGUN && a.bias.data ? with_unit<SCORES>(a).per_unit : LOG2E;
+}
+
+/* P = 2^(c S - L); LARGE: 2^(c (S - L)), the slower way that takes scores of any size. At most 1: rounding, where S is
+ * large, could make it more. */
 template <bool LARGE> __device__ inline float probability(float S, float c, float L)
 {
     return exp2_fast(LARGE ? min_or_nan(S - L, 0.0f) * c : min_or_nan(fmaf(S, c, -L), 0.0f));
 }
 
-/* lse * log2(e) within the range of finite numbers; +inf, a row without gradient, stays. */
-__device__ inline float log2_of(float lse)
-{
-    return lse == CUDART_INF_F ? lse : -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
-}
+/* A bias can make scores so large that q.k is rounded when it is added, as it was in the forward. L must not be
+ * subtracted before that. */
+__device__ inline bool is_coarse(float L) { return !(fabsf(L) < 1e5f); }
 
-/* L of a row for probability(), from its lse. */
-template <int SCORES> __device__ inline float term_of(float lse, const args &a)
+template <class Tile, class Rows> __device__ static void subtract_rows(Tile &t, Rows L)
 {
-    return SCORES == GENERAL ? lse : SCORES == BIASED ? lse * inverse_rest_of(a.scale) : log2_of(lse);
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++)
+            t.at(r, c) -= L(r);
 }
 
 template <class Tile> __device__ static void keep(Tile &t, const kept_bits<Tile> &kept, float scale)

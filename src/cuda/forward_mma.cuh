@@ -117,7 +117,7 @@ template <class Tile> __device__ static void drop(Tile &t, int k, const kept_bit
 template <class T, int D, int SCORES, class Chip>
 __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::THREADS,
                                   Chip::template tiles<D, SCORES == GENERAL>::BLOCKS)
-    forward_mma(const __grid_constant__ args a, const __grid_constant__ tile_order order)
+    forward_mma(const __grid_constant__ mma_args a, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
     if (!SCORES_RUN_HERE(SCORES))
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
     constexpr bool COPIES = copies_scores(SCORES),
                    DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BR = Tiles::OWN, BC = Tiles::MEETS, NT = BC / 8, THREADS = Tiles::THREADS;
-    constexpr bool V_EARLY = SCORES != BIASED; /* which is a register short */
+    constexpr bool V_EARLY = SCORES != BEGUN; /* which is a register short */
     typedef near_order<BC, SCORES == PLAIN> order_of_keys;
     typedef query_major<MT, NT, T, order_of_keys::NEAR> own_tile;
     auto &s = *(shared *)memory;
@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         }
         if (threadIdx.x < BR) {
             band_of_row(a, here, i0 + min((int)threadIdx.x, rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
-            if (SCORES == BIASED)
-                bias[threadIdx.x] = bias_row(a, here, h, i0 + threadIdx.x);
+            if (SCORES == BEGUN && a.bias.data)
+                bias[threadIdx.x] = bias_row(a, here, bias_of_head(a, here, h), i0 + threadIdx.x);
         }
     }
     if (COPIES)
@@ -194,9 +194,8 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         m[r] = -CUDART_INF_F, l[r] = 0.0f;
     /* Where nothing is added to S it need not be scaled before the exponential. */
     const bool scaled = SCORES == GENERAL && (a.softcap > 0 || a.bias.data || a.alibi.data || a.scale <= 0);
-    const float unit = SCORES == BIASED ? rest_of(a.scale) : scaled ? 1.0f : a.scale;
-    const float c = SCORES == BIASED ? unit * LOG2E : scaled ? LOG2E : a.scale_log2;
-    if (SCORES == BIASED) {
+    const float unit = scaled ? 1.0f : a.unit, c = scaled ? LOG2E : a.scale_log2;
+    if (SCORES == BEGUN && a.bias.data) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
@@ -216,13 +215,16 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         float S[MT][NT][4];
         const int column0 = lane % 4 * order_of_keys::NEAR;
         own_tile t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + column0, row0 + lane / 4 };
-        if (SCORES == BIASED) {
+        if (SCORES == BEGUN && a.bias.data) {
             if (more)
                 prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
-            begin_with_bias(t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; });
-        } else
+            begin_with_bias(
+                t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; }, nothing(), [] {});
+        } else if (SCORES == BEGUN)
+            begin_with_alibi(t, a, q, x);
+        else
             clear(S);
-        multiply_rows<T, D>(S, sQ, row0, sK, 0); /* S  = Q K^T */
+        multiply_rows<T, D>(S, sQ, row0, sK, 0); /* S += Q K^T */
         wait_copies<0>();
         __syncthreads(); /* V is here, and this K is no longer needed */
         if (more)
@@ -285,8 +287,9 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         if (a.lse.data && lane % 4 == 0 && i < q.rows)
             store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
     }
+    const int64_t first = row_at(a.o, q.q_batch, x.h, q.q_row + i0), step = a.o.stride[2];
     store_rows<T, D, MT>(O, a.o, a.Dv, false, sQ, s.Q, row0,
-                         [&](int r) { return r < rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + r) : NOWHERE; });
+                         [&](int r) { return r < rows ? first + r * step : NOWHERE; });
 #endif
 }
 
@@ -299,15 +302,15 @@ template <class T, int D, int SCORES, class Chip> static heed_status run_tiles(c
     static_assert(sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
     return launch(forward_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + shared::extras::bytes(a, SCORES), x, a, order);
+                  sizeof(shared) + shared::extras::bytes(a, SCORES), x, with_unit<SCORES>(a), order);
 }
 
 template <class T, int D, class Chip> static heed_status run_head(const args &a, int arch, const heed_exec *x)
 {
     const int scores = scores_of<D, Chip>(a, arch);
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
-        if (scores == BIASED)
-            return run_tiles<T, D, BIASED, Chip>(a, x);
+        if (scores == BEGUN)
+            return run_tiles<T, D, BEGUN, Chip>(a, x);
         if (scores == UNBIASED)
             return run_tiles<T, D, UNBIASED, Chip>(a, x);
     }

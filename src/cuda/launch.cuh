@@ -113,9 +113,10 @@ heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const hee
 size_t heed_cuda_others_bytes(const heed_problem *p);
 heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_exec *x);
 
-/* For each row of q { lse, delta }, or { +inf, 0 } for a row without gradient: its P is then 0. */
+/* For each row of q { lse * unit, delta }, the first within the range of finite numbers, or { +inf, 0 } for a row without
+ * gradient: its P is then 0. */
 size_t heed_cuda_facts_bytes(const heed_problem *p);
-heed_status heed_cuda_row_facts(const args &a, const int64_t q_shape[4], float2 *facts, const heed_exec *x);
+heed_status heed_cuda_row_facts(const args &a, float unit, float2 *facts, const heed_exec *x);
 
 /* o and lse from those of so many parts of the keys, [part][batch][head][row]; here the sink joins them. */
 heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, const float *lse, const heed_plan *plan,

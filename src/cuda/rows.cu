@@ -294,15 +294,18 @@ heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_
 
 /* ---- Facts of each row ------------------------------------------------------------------------------------------- */
 
-__global__ void row_facts(const __grid_constant__ args a, rows_shape n, float2 *facts)
+__global__ void row_facts(const __grid_constant__ args a, rows_shape n, float unit, float2 *facts)
 {
     const int64_t row = (int64_t)blockIdx.x * 256 + threadIdx.x;
     if (row >= n.count)
         return;
     const place p = place_of(n, row);
     const float lse = load(a.lse, row_at(a.lse, p));
+    float term = lse * unit;
+    if (term == term)
+        term = fminf(fmaxf(term, -3.4e38f), 3.4e38f);
     facts[row] = lse == -CUDART_INF_F ? make_float2(CUDART_INF_F, 0.0f)
-                                      : make_float2(lse, load(a.delta, row_at(a.delta, p)));
+                                      : make_float2(term, load(a.delta, row_at(a.delta, p)));
 }
 
 size_t heed_cuda_facts_bytes(const heed_problem *p)
@@ -311,10 +314,10 @@ size_t heed_cuda_facts_bytes(const heed_problem *p)
     return ((size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float2) + 15) / 16 * 16;
 }
 
-heed_status heed_cuda_row_facts(const args &a, const int64_t q_shape[4], float2 *facts, const heed_exec *x)
+heed_status heed_cuda_row_facts(const args &a, float unit, float2 *facts, const heed_exec *x)
 {
-    rows_shape n = { q_shape[1], q_shape[2], q_shape[0] * q_shape[1] * q_shape[2], 1 };
-    return launch(row_facts, tiles_of(n.count, 256), 256, 0, x, a, n, facts);
+    rows_shape n = { a.Hq, a.q_rows, (a.offsets_q ? 1 : a.B) * (int64_t)a.Hq * a.q_rows, 1 };
+    return launch(row_facts, tiles_of(n.count, 256), 256, 0, x, a, n, unit, facts);
 }
 
 /* ---- heed_merge and heed_delta ----------------------------------------------------------------------------------- */

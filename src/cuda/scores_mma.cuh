@@ -7,14 +7,14 @@
 
 /* ---- Kinds of scores --------------------------------------------------------------------------------------------- */
 
-/* What the scores of a kernel may need beyond scale and band: nothing; a bias alone, which S begins with; what takes no
- * more than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
-enum { PLAIN, BIASED, UNBIASED, GENERAL };
+/* What the scores of a kernel may need beyond scale and band: nothing; one term that S begins with; what takes no more
+ * than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
+enum { PLAIN, BEGUN, UNBIASED, GENERAL };
 
-/* Kernels for a bias alone are compiled for the chips where they were measured: not from this arch on. */
+/* Kernels for one term are compiled for the chips where they were measured: not from this arch on. */
 constexpr int UNMEASURED_ARCH = 100;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define SCORES_RUN_HERE(scores) ((scores) != BIASED)
+#define SCORES_RUN_HERE(scores) ((scores) != BEGUN)
 #else
 #define SCORES_RUN_HERE(scores) true
 #endif
@@ -22,12 +22,14 @@ constexpr int UNMEASURED_ARCH = 100;
 /* Those that have mask and bias in shared memory. */
 __host__ __device__ constexpr bool copies_scores(int scores) { return scores == UNBIASED || scores == GENERAL; }
 
-/* Whether eight keys of a bias are always one piece of memory, and its scale is one for scale_own(). */
-inline bool begins_with_bias(const args &a)
+/* Whether all that is added to q.k is ALiBi, or a bias of which eight keys are always one piece of memory and whose scale
+ * is one for scale_own(). */
+inline bool one_term(const args &a)
 {
-    return a.bias.data && !a.mask.data && !a.alibi.data && !a.drop_below && a.softcap <= 0 && a.bias.vector &&
-           a.bias.stride[3] == 1 && a.Sk % 8 == 0 && a.Sk < 1 << 28 && a.col == 0 && a.col_step == 1 &&
-           a.scale > 1.0f / 1024 && a.scale <= 1;
+    if (a.softcap > 0 || a.drop_below || a.mask.data || a.scale < 1e-18f || !a.bias.data == !a.alibi.data)
+        return false;
+    return a.alibi.data || (a.bias.vector && a.bias.stride[3] == 1 && a.Sk % 8 == 0 && a.Sk < 1 << 28 && a.col == 0 &&
+                            a.col_step == 1 && a.scale > 1.0f / 1024 && a.scale <= 1);
 }
 
 /* The least that will do on a GPU of the given arch. A Chip says to which head size it has kernels between plain and
@@ -37,12 +39,41 @@ template <int D, class Chip> static int scores_of(const args &a, int arch)
 {
     if (!has_extras(a) && a.scale > 0)
         return PLAIN;
-    if (begins_with_bias(a) && D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH)
-        return BIASED;
+    if (one_term(a) && D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH)
+        return BEGUN;
     if (a.bias.data || a.scale < 1e-18f || D > Chip::UNBIASED_HEAD_DIM || (a.softcap > 0 && !Chip::CAPS_UNBIASED) ||
         (a.drop_below && D > Chip::DROPS_UNBIASED))
         return GENERAL;
     return UNBIASED;
+}
+
+/* What a kernel is given. S is in units of the scale, but with a bias that it begins with. For that scale = p f with a
+ * power of two p and 1 <= f < 2: a block's own rows are multiplied by p, which is exact, and the tensor core adds q.k to
+ * bias / f, which never is too large. */
+struct mma_args : args {
+    float unit, per_unit;                     /* of S: scale or f; 1 / unit. scale_log2 is that of the unit */
+    int64_t q_step, d_o_step, k_step, v_step; /* bytes from row to row, and from visible key to key */
+};
+
+__host__ __device__ inline float power_in(float scale)
+{
+    union {
+        float number;
+        uint32_t bits;
+    } x = { scale };
+    x.bits &= 0x7F800000u;
+    return x.number;
+}
+
+template <int SCORES> static mma_args with_unit(const args &a)
+{
+    mma_args x = {};
+    (args &)x = a;
+    x.unit = SCORES == BEGUN && a.bias.data ? a.scale / power_in(a.scale) : a.scale;
+    x.scale_log2 = x.unit * LOG2E, x.per_unit = 1 / x.unit;
+    x.q_step = a.q.stride[2] * 2, x.d_o_step = a.d_o.stride[2] * 2;
+    x.k_step = a.col_step * a.k.stride[2] * 2, x.v_step = a.col_step * a.v.stride[2] * 2;
+    return x;
 }
 
 /* ---- Mask and bias in shared memory ------------------------------------------------------------------------------ */
@@ -81,7 +112,7 @@ template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
     }
     static __host__ __device__ int bytes(const args &a, int scores)
     {
-        return scores == BIASED  ? ROWS * sizeof(char *) /* where each query's bias begins */
+        return scores == BEGUN   ? ROWS * sizeof(char *) /* where each query's bias begins */
                : scores == PLAIN ? 0
                                  : bias_bytes(a) + (a.mask.data ? QUERIES * pitch(1) : 0);
     }
@@ -225,7 +256,8 @@ template <int VALUE> struct constant {
 struct in_global {
 };
 template <int BYTES> struct words_of {
-    uint32_t x[(BYTES + 3) / 4];
+    uint32_t x[(BYTES + 3) / 4] = {};
+    __device__ words_of() {}
     __device__ words_of(const char *p, in_global)
     {
         if constexpr (BYTES == 4)
@@ -298,17 +330,7 @@ __device__ inline void apply_mask(query_major<MT, NT, T, NEAR> &t, const args &,
         }
 }
 
-/* ---- A bias that S begins with ----------------------------------------------------------------------------------- */
-
-/* scale = p f with a power of two p and 1 <= f < 2. A block's own rows are multiplied by p, which is exact, and the
- * tensor core adds q.k to bias / f, which never is too large: S is in units of f. */
-__device__ inline float power_in(float scale) { return __uint_as_float(__float_as_uint(scale) & 0x7F800000u); }
-__device__ inline float rest_of(float scale)
-{
-    return __uint_as_float((__float_as_uint(scale) & 0x7FFFFFu) | 0x3F800000u);
-}
-
-__device__ inline float inverse_rest_of(float scale) { return reciprocal_fast(rest_of(scale)); }
+/* ---- A term that S begins with ----------------------------------------------------------------------------------- */
 
 __device__ inline uint32_t times(uint32_t two, float p, __half)
 {
@@ -336,10 +358,14 @@ template <class T, int BYTES, int THREADS> __device__ inline void scale_own(char
 /* Where each query's bias begins lies in the memory that other scores have for tiles. */
 __device__ inline const char **bias_rows(char *tiles) { return (const char **)tiles; }
 
-/* Row i of a head's bias; a row that does not exist may have any other's. */
-__device__ inline const char *bias_row(const args &a, const span &s, int h, int i)
+/* The bias of query 0 of a head, and of query i; one that does not exist may have any other's. */
+__device__ inline const char *bias_of_head(const args &a, const span &s, int h)
 {
-    return a.bias.data + row_at(a.bias, s.b, h, min(i, s.rows - 1)) * (a.bias.dtype == HEED_F32 ? 4 : 2);
+    return a.bias.data + row_at(a.bias, s.b, h, 0) * (a.bias.dtype == HEED_F32 ? 4 : 2);
+}
+__device__ inline const char *bias_row(const args &a, const span &s, const char *first, int i)
+{
+    return first + min(i, s.rows - 1) * a.bias.stride[2] * (a.bias.dtype == HEED_F32 ? 4 : 2);
 }
 
 /* Asks for lines of the next tile's bias, so that they are near when it is begun. */
@@ -356,36 +382,105 @@ __device__ inline void prefetch_bias(int thread, const args &a, int n0, Row row)
     }
 }
 
-/* S = bias / f. rows(r): where the bias of the lane's query r lies. */
-template <class Tile, class Rows> __device__ inline void begin_with_bias(Tile &t, const args &a, Rows rows)
+/* S = number(r, c). */
+template <class Tile, class Number> __device__ inline void begin_with(Tile &t, Number number)
+{
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++)
+            t.at(r, c) = number(r, c);
+}
+
+/* The bias of the lane's queries, which lie at rows(r): use(r, c, words) for each piece of NEAR keys. */
+template <int SIZE, class Tile, class Rows, class Use>
+__device__ inline void load_bias(const Tile &t, const args &a, Rows rows, Use use)
 {
     constexpr int NEAR = Tile::NEIGHBOURS;
-    auto begin = [&](auto size, auto unpack) {
-        constexpr int SIZE = decltype(size)::value;
+    const int last = a.Sk - NEAR - t.key(0); /* beyond it there are zeros */
+    auto load_all = [&](auto exists) {
 #pragma unroll
         for (int r = 0; r < Tile::R; r++) {
-            const char *row = rows(r);
+            const char *row = rows(r) + t.key(0) * SIZE;
 #pragma unroll
             for (int c = 0; c < Tile::C; c += NEAR)
-                unpack(words_of<NEAR * SIZE>(row + min(t.key(c), a.Sk - NEAR) * SIZE, in_global()), r, c);
+                if (exists(Tile::apart(c)))
+                    use(r, c, words_of<NEAR * SIZE>(row + Tile::apart(c) * SIZE, in_global()));
+                else
+                    use(r, c, words_of<NEAR * SIZE>());
         }
     };
-    if (a.bias.dtype == HEED_F32)
-        begin(constant<4>(), [&](const words_of<NEAR * 4> &part, int r, int c) {
+    if (Tile::apart(Tile::C - NEAR) <= last) /* the rule */
+        load_all([](int) { return true; });
+    else
+        load_all([&](int c) { return c <= last; });
+}
+
+struct nothing {
+    static constexpr bool NONE = true;
+    __device__ float operator()(int) const { return 0.0f; }
+};
+template <class F> struct something : F {
+    static constexpr bool NONE = false;
+    __device__ something(F f) : F(f) {}
+};
+
+/* S = bias / f - less(r). meanwhile(): what can be done while it comes, where nothing() is not all that it is less. */
+template <class Tile, class Rows, class Less, class Meanwhile>
+__device__ inline void begin_with_bias(Tile &t, const mma_args &a, Rows rows, Less less, Meanwhile meanwhile)
+{
+    constexpr int NEAR = Tile::NEIGHBOURS;
+    auto unpack = [&](int r, int c, uint32_t two) {
+        const float2 both = to_floats(two, typename Tile::type());
+        t.at(r, c) = both.x, t.at(r, c + 1) = both.y;
+    };
+    if (a.bias.dtype == HEED_F32) {
+        load_bias<4>(t, a, rows, [&](int r, int c, const words_of<4 * NEAR> &part) {
 #pragma unroll
             for (int e = 0; e < NEAR; e++)
                 t.at(r, c + e) = __uint_as_float(part.x[e]);
         });
-    else
-        begin(constant<2>(), [&](const words_of<NEAR * 2> &part, int r, int c) {
+        meanwhile();
+    } else if (Less::NONE) {
+        load_bias<2>(t, a, rows, [&](int r, int c, const words_of<2 * NEAR> &part) {
 #pragma unroll
-            for (int e = 0; e < NEAR; e += 2) {
-                const float2 both = to_floats(part.x[e / 2], typename Tile::type());
-                t.at(r, c + e) = both.x, t.at(r, c + e + 1) = both.y;
-            }
+            for (int e = 0; e < NEAR; e += 2)
+                unpack(r, c + e, part.x[e / 2]);
         });
-    if (rest_of(a.scale) != 1.0f)
-        scale_scores(t, inverse_rest_of(a.scale));
+    } else {
+        uint32_t x[Tile::R][Tile::C / 2];
+        load_bias<2>(t, a, rows, [&](int r, int c, const words_of<2 * NEAR> &part) {
+#pragma unroll
+            for (int i = 0; i < NEAR / 2; i++)
+                x[r][c / 2 + i] = part.x[i];
+        });
+        meanwhile();
+#pragma unroll
+        for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+            for (int c = 0; c < Tile::C; c += 2)
+                unpack(r, c, x[r][c / 2]);
+    }
+    if (!Less::NONE)
+        begin_with(t, [&](int r, int c) { return fmaf(t.at(r, c), a.per_unit, -less(r)); });
+    else if (a.per_unit != 1.0f)
+        scale_scores(t, a.per_unit);
+}
+
+/* ALiBi. Where all keys are on one side of all of a warp's queries it is an instruction an element, else two. */
+template <class Tile> __device__ inline void begin_with_alibi(Tile &t, const mma_args &a, const span &s, const head &h)
+{
+    const float unit = h.slope * a.per_unit, step = (float)s.r_step, down = (float)s.p_step;
+    const float first = (float)(s.p0 + t.row(0) * s.p_step - s.r0 - t.key(0) * s.r_step);
+    auto distance = [&](int r) { return fmaf((float)Tile::down(r), down, first); }; /* of key 0 */
+    const float last = distance(Tile::R - 1);
+    const bool before = fminf(first, last) >= Tile::apart(Tile::C - 1) * step, after = fmaxf(first, last) <= 0.0f;
+    const bool all_before = __all_sync(~0u, before);
+    if (all_before || __all_sync(~0u, after)) {
+        const float slope = all_before ? unit : -unit;
+        begin_with(t, [&](int r, int c) { return fmaf(Tile::apart(c) * step, slope, -slope * distance(r)); });
+    } else
+        begin_with(t, [&](int r, int c) { return -unit * fabsf(distance(r) - Tile::apart(c) * step); });
 }
 
 /* ---- Dropout ----------------------------------------------------------------------------------------------------- */

@@ -47,15 +47,18 @@ inline divisor divisor_of(int64_t number)
 struct tile_order {
     int tiles, heads, full_rounds;
     divisor round, group, rest; /* blocks of a round; heads in one, and in the last one */
-    divisor heads_of_batch, heads_of_key;
+    divisor heads_of_batch, heads_of_key, batches;
+    int batches_first; /* the same head of all sequences in a row: they share a bias */
     int64_t blocks() const { return (int64_t)tiles * heads; }
     __device__ int find(int &b, int &h) const
     {
         const int r = round.divide(blockIdx.x), inside = blockIdx.x - r * round.number;
         const divisor &width = r < full_rounds ? group : rest;
         const int tile = width.divide(inside), head = r * group.number + inside - tile * width.number;
-        b = heads_of_batch.divide(head);
-        h = head - b * heads_of_batch.number;
+        const divisor &inner = batches_first ? batches : heads_of_batch;
+        const int outer = inner.divide(head), rest_of_head = head - outer * inner.number;
+        b = batches_first ? rest_of_head : outer;
+        h = batches_first ? outer : rest_of_head;
         return tile;
     }
 };
@@ -68,7 +71,8 @@ inline tile_order order_tiles(int64_t tiles, int64_t heads, int64_t rows, const 
     tile_order order;
     order.tiles = (int)tiles, order.heads = (int)all, order.full_rounds = (int)(all / group);
     order.round = divisor_of(tiles * group), order.group = divisor_of(group), order.rest = divisor_of(all % group);
-    order.heads_of_batch = divisor_of(heads), order.heads_of_key = divisor_of(a.G);
+    order.heads_of_batch = divisor_of(heads), order.heads_of_key = divisor_of(a.G), order.batches = divisor_of(a.B);
+    order.batches_first = a.B > 1 && a.bias.data && a.bias.stride[0] == 0 && a.bias.stride[1] != 0;
     return order;
 }
 
