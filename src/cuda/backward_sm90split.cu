@@ -174,12 +174,13 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
                 to[i * 128] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
             release(&s.pass_full[tile % 2]);
         };
-        const auto add = [&](const float(&T)[HEAD / 2], int shift) {
-            release_second(s, tile - 1);
-            const int by[2] = { shift + TOP, shift + TOP };
+        float T[HEAD / 2]; /* P^T dO of a tile is added when the next S is under way */
+        clear(T);
+        int before = 0, held = 1000; /* shift of dO of the tile before, and of T */
+        const auto add = [&]() {
+            const int by[2] = { held, held };
             dV.add(T, by);
         };
-        int before = 0; /* shift of dO of the tile before */
         if (all) {
             float S[COLUMNS / 2];
             wait_first(s, tile);
@@ -191,23 +192,27 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         }
 #pragma unroll 1
         for (int j = 1; j < all; j++, tile++) {
-            float S[COLUMNS / 2], T[HEAD / 2];
+            float S[COLUMNS / 2];
             column = next_column(w, column);
             wait_first(s, tile);
             wait_second(s, tile - 1);
-            multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1));
+            multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
+                                                      add);
             finish(S, q_shift(j).s);
             keep_order(tile);
             wgmma_wait<0>();
-            add(T, before); /* dV += P^T dO of the tile before */
+            release_second(s, tile - 1);
+            held = before + TOP;
             split_weights(hi, lo, S);
             before = g_shift(j).s;
         }
         if (all) {
-            float T[HEAD / 2];
+            add();
             wait_second(s, tile - 1);
             multiply_values<HEAD, C::D / HEAD>(T, hi, lo, second_tile(s, tile - 1));
-            add(T, before);
+            release_second(s, tile - 1);
+            held = before + TOP;
+            add();
         }
         if (a.d_v.data)
             dV.write(1.0f, a.d_v, a.Dv, w.rows,
@@ -325,6 +330,8 @@ __global__ void __launch_bounds__(dkv_shape<HEAD, PARTS>::THREADS, 1) dkv_sm90sp
 
 template <int HEAD, class C, int GROUP> __device__ inline void queries_role(const split_job &p, backward_shared<C> &s)
 {
+    constexpr int PARTS = C::D / HEAD;
+    constexpr bool EARLY_DP = HEAD == 64; /* there are registers for dP beside all else */
     const args &a = p.job.a;
     const int lane = threadIdx.x % 32, row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     for (int n = 0, tile = 0;; n++) {
@@ -371,19 +378,30 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
             float S[COLUMNS / 2], dP[COLUMNS / 2];
             wait_first(s, tile);
             if (j == begin) {
-                multiply_scores<HEAD, C::ROWS, C::D / HEAD>(S, Q, first_tile(s, tile)); /* S = Q K^T */
+                multiply_scores<HEAD, C::ROWS, PARTS>(S, Q, first_tile(s, tile)); /* S = Q K^T */
                 finish(S, j);
             } else {
-                float T[HEAD / 2];
-                multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, Q, first_tile(s, tile), T, hi, lo,
-                                                          first_tile(s, tile - 1));
+                float T[HEAD / 2], small[COLUMNS / 2];
+                multiply_both<HEAD, C::ROWS, PARTS>(S, Q, first_tile(s, tile), T, hi, lo, first_tile(s, tile - 1));
+                if (EARLY_DP) {
+                    wait_second(s, tile);
+                    start_apart<HEAD, C::ROWS, PARTS>(dP, small, dO, second_tile(s, tile)); /* dP = dO V^T */
+                }
                 finish(S, j);
                 keep_order(tile);
-                wgmma_wait<0>();
+                wgmma_wait<EARLY_DP ? 1 : 0>();
                 add(T); /* dQ += dS K of the tile before */
+                if (EARLY_DP) {
+                    keep_order(tile);
+                    wgmma_wait<0>();
+                    if (PARTS == 2)
+                        join(dP, small);
+                }
             }
-            wait_second(s, tile);
-            multiply_apart<HEAD, C::ROWS, C::D / HEAD>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
+            if (!EARLY_DP || j == begin) {
+                wait_second(s, tile);
+                multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile));
+            }
             release_second(s, tile);
             const shift v = shift_of_tile(v_shifts, p.other[1].shifts, j);
             again |= k.strange || v.strange || q_shift + k.s < p.exact_below;
@@ -412,6 +430,7 @@ template <int HEAD, int PARTS>
 __global__ void __launch_bounds__(dq_shape<HEAD, PARTS>::THREADS, 1) dq_sm90split(const __grid_constant__ split_job p)
 {
     typedef dq_shape<HEAD, PARTS> C;
+    let_next_start();
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(backward_shared<C> *)memory;
     init_barriers(s);
@@ -519,15 +538,22 @@ size_t heed_backward_workspace_sm90split(const heed_problem *p, const heed_plan 
 {
     (void)plan;
     split_space s = {};
-    return lay_out(p, NULL, &s) + heed_cuda_delta_bytes(p);
+    return lay_out(p, NULL, &s) + heed_cuda_others_bytes(p);
 }
 
 heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     split_space s = {};
     split_job job = {};
-    const prologue start(p, x, lay_out(p, x->workspace, &s));
-    const args &a = start.a;
+    args a;
+    heed_exec behind = *x; /* delta, where sink or bias want it, lies behind the rest */
+    behind.workspace = (char *)x->workspace + lay_out(p, x->workspace, &s);
+    const on_device device(x->device);
+    heed_status status = device.status ? device.status : heed_cuda_args(p, &a);
+    if (!status)
+        status = heed_cuda_prepare_others(p, &a, &behind);
+    if (status)
+        return status;
     split_tensors again = s.split; /* as backward_split.cu wants them */
     again.L = again.delta = NULL, again.zeros = NULL;
     again.k.marks = again.q.marks = NULL;
@@ -535,16 +561,13 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
     s.split.hi_only = p->precision == HEED_TF32;
     job.job.a = a, job.job.L = s.split.L, job.job.delta = s.split.delta, job.job.pitch = a.q_rows;
     job.exact_below = split_exact_below(a), job.any = s.split.zeros + 2;
-    heed_status status = start.status;
-    if (!status &&
-        (!heed_elements(&p->a.q) || keys_of(a) == 0)) { /* the sums are over nothing, and there are no maps */
+    if (!heed_elements(&p->a.q) || keys_of(a) == 0) { /* the sums are over nothing, and there are no maps */
         const heed_gradient &g = p->g;
         status = heed_cuda_fill(a.d_q, g.d_q.shape, 0.0f, x);
         status = status ? status : heed_cuda_fill(a.d_k, g.d_k.shape, 0.0f, x);
         return status ? status : heed_cuda_fill(a.d_v, g.d_v.shape, 0.0f, x);
     }
-    if (!status)
-        status = heed_cuda_split(a, s.split, NULL, x);
+    status = heed_cuda_split(a, s.split, NULL, x);
     if (!status)
         status = heed_sm90_find_pieces(a, s.keys, s.queries, x);
     if (!status)

@@ -328,6 +328,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                     int exact_below, marked only)
 {
 #if HEED_SPLIT_HERE
+    wait_for_last();
     if (*only.any)
 #pragma unroll 1
         for (int block = blockIdx.x; block < n.dk + n.dv + n.dq; block += gridDim.x) {
@@ -362,8 +363,8 @@ static heed_status run_marked(const args &a, const split_tensors &split, const m
                               const heed_exec *x)
 {
     const kinds n = kinds_of<D>(a);
-    return launch(backward_marked<D>, HEED_MIN(n.dk + n.dv + n.dq, blocks), THREADS, sizeof(shared_backward<D>), x, a,
-                  split, n, split_exact_below(a), only);
+    return launch_next(backward_marked<D>, HEED_MIN(n.dk + n.dv + n.dq, blocks), THREADS, sizeof(shared_backward<D>), x,
+                       a, split, n, split_exact_below(a), only);
 }
 
 heed_status heed_cuda_backward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,

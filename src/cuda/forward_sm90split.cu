@@ -27,9 +27,10 @@ template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_> struct split_shape {
     static __device__ int first_row(int tile, int least, int few) { return 64 * (tile * least + max(tile - few, 0)); }
 };
 
-/* P carries 2^12, and a maximum that grew by less than 2 (2^2.9 in P) is left. */
-constexpr int P_TOP = 12;
-constexpr float GROWTH = 2.0f;
+/* The P of a row begin with 2^11 for the largest of its first keys. The sum of those of a block that a lane has may grow to
+ * 2^15: then none of them is out of fp16's range. */
+constexpr int P_TOP = 11;
+constexpr float P_SUM = 0x1p15f;
 
 /* Shifts of K and of V of 32 blocks, one of each a lane, in one register: asked for block by block, each would hold up
  * its block for as long as memory takes. */
@@ -56,54 +57,71 @@ struct split_order {
 
 /* ---- Softmax ----------------------------------------------------------------------------------------------------- */
 
-/* The rows of a lane: their maxima in units of the logits, what is subtracted from exponents, and sums of P. */
+/* The rows of a lane: what is subtracted from exponents, inf where a row has seen no key yet, and sums of P. */
 struct split_state {
-    float m[2], offset[2], l[2];
+    float offset[2], l[2];
+    bool unset; /* there is such a row in the warp */
 };
 
-/* S becomes P: c = scale 2^-shifts changes from block to block. Where a maximum grows, O and l are lowered, and so is
- * `now`, with which what is still to be added to O will be multiplied. */
-template <class S>
-__device__ inline void weigh_split(float (&s)[S::KEYS / 2], split_state &x, float c, float (&O)[S::HEAD / 2],
-                                   float (&now)[2])
+/* Rows that see their first keys take the maximum of these. */
+template <class S> __device__ inline void find_maxima(const float (&s)[S::KEYS / 2], split_state &x, float c)
 {
-    float most[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        most[r] = s[2 * r];
+        float most = s[2 * r];
 #pragma unroll
         for (int i = 0; i < S::KEYS / 8; i++)
-            most[r] = fmaxf(most[r], fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
-        most[r] = quad_max(most[r]) * c;
+            most = fmaxf(most, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+        most = quad_max(most) * c;
+        if (x.offset[r] == CUDART_INF_F && most != -CUDART_INF_F)
+            x.offset[r] = offset_of(most, P_TOP);
     }
-    if (__any_sync(~0u, most[0] > x.m[0] + GROWTH || most[1] > x.m[1] + GROWTH))
+    x.unset = __any_sync(~0u, x.offset[0] == CUDART_INF_F || x.offset[1] == CUDART_INF_F);
+}
+
+/* S becomes P, and l its sum: c = scale 2^-shifts changes from block to block. No maximum holds this up: where P has grown
+ * too far it is lowered afterwards, with O, l, and `now`, with which what is still to be added to O will be multiplied.
+ * True: it has grown beyond fp32, 2^117 times, in a row that exists. */
+template <class S, class Exists>
+__device__ inline bool weigh_split(float (&s)[S::KEYS / 2], split_state &x, float c, float (&O)[S::HEAD / 2],
+                                   float (&now)[2], Exists exists)
+{
+    if (x.unset)
+        find_maxima<S>(s, x, c);
+    float sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float two[2] = {};
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 4; i++) {
+            float &p = s[i / 2 * 4 + 2 * r + i % 2];
+            p = exp2_fast(fmaf(p, c * LOG2E, -x.offset[r]));
+            two[i % 2] += p;
+        }
+        sum[r] = two[0] + two[1];
+    }
+    bool lost = false;
+    if (__any_sync(~0u, !(fmaxf(sum[0], sum[1]) <= P_SUM))) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const bool grew = most[r] > x.m[r] + GROWTH;
-            const float offset = grew ? offset_of(most[r], P_TOP) : x.offset[r];
-            const float factor = grew && x.m[r] == -CUDART_INF_F ? 0.0f : exp2_fast(x.offset[r] - offset);
-            x.m[r] = grew ? most[r] : x.m[r], x.offset[r] = offset;
-            x.l[r] *= factor, now[r] *= factor;
+            const float most = quad_max(sum[r]);
+            const float grown = most > P_SUM ? (float)((int)(__float_as_uint(most) >> 23) - 127 - P_TOP) : 0.0f;
+            const float offset = x.offset[r] + grown; /* rounded; inf where a row has seen no key */
+            const float factor = grown > 0.0f ? exp2_fast(x.offset[r] - offset) : 1.0f;
+            x.offset[r] = offset;
+            x.l[r] *= factor, now[r] *= factor, sum[r] *= factor;
 #pragma unroll
             for (int i = 0; i < S::HEAD / 4; i++)
                 O[i / 2 * 4 + 2 * r + i % 2] *= factor;
+#pragma unroll
+            for (int i = 0; i < S::KEYS / 4; i++)
+                s[i / 2 * 4 + 2 * r + i % 2] *= factor;
         }
-#pragma unroll
-    for (int i = 0; i < S::KEYS / 2; i++)
-        s[i] = exp2_fast(fmaf(s[i], c * LOG2E, -x.offset[i / 2 % 2]));
-}
-
-/* l += P. */
-template <class S> __device__ inline void add_up(split_state &x, const float (&P)[S::KEYS / 2])
-{
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float sum[2] = {};
-#pragma unroll
-        for (int i = 0; i < S::KEYS / 8; i++)
-            sum[0] += P[4 * i + 2 * r], sum[1] += P[4 * i + 2 * r + 1];
-        x.l[r] += sum[0] + sum[1];
+        const bool there[2] = { exists(0), exists(1) }; /* by all lanes: it shuffles */
+        lost = __any_sync(~0u, (!(sum[0] < CUDART_INF_F) && there[0]) || (!(sum[1] < CUDART_INF_F) && there[1]));
     }
+    x.l[0] += sum[0], x.l[1] += sum[1];
+    return lost;
 }
 
 /* ---- The warpgroups ---------------------------------------------------------------------------------------------- */
@@ -126,7 +144,7 @@ __device__ inline void write_rows(float (&O)[S::HEAD / 2], const split_state &x,
     for (int r = 0; r < 2; r++) {
         const int i = row + 8 * r;
         float lse;
-        const float sum = finish_row(quad_sum(x.l[r]), x.m[r], offset_of(x.m[r], P_TOP), sink, lse);
+        const float sum = finish_row(quad_sum(x.l[r]), (x.offset[r] + P_TOP) / LOG2E, x.offset[r], sink, lse);
         const float divide = sum == 0.0f ? 0.0f : power(half) / sum;
 #pragma unroll
         for (int n = 0; n < S::HEAD / 4; n++)
@@ -183,7 +201,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
         }
         wait(shared_address(&sh.q_full[group()]), n % 2);
         bool again = q.strange;
-        split_state x = { { -CUDART_INF_F, -CUDART_INF_F }, {}, {} };
+        split_state x = { { CUDART_INF_F, CUDART_INF_F }, {}, true };
         float O[S::HEAD / 2];
 #pragma unroll
         for (int i = 0; i < S::HEAD / 2; i++)
@@ -203,7 +221,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
         const auto weigh = [&](float(&s)[S::KEYS / 2], int j, float c, bool edge, float(&now)[2]) {
             if (edge)
                 hide<S>(s, w, row(), w.first + j * S::KEYS + (int)threadIdx.x % 4 * 2);
-            weigh_split<S>(s, x, c, O, now);
+            again |= weigh_split<S>(s, x, c, O, now, [&](int r) { return row() + 8 * r < w.rows; });
         };
         /* What takes P V of block j to O, which is in units of 2^-least, the least shift of the V so far. */
         const auto units_of = [&](int j) {
@@ -224,12 +242,15 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             multiply_scores<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
             release(k_empty + 8 * at.at());
             weigh(s, j, scale_of(j), is_edge(j), none);
-            add_up<S>(x, s);
             split_weights(hi, lo, s);
         }
+        float T[S::HEAD / 2], now[2] = {}; /* P V of a block is added to O when the next S is under way */
+#pragma unroll
+        for (int i = 0; i < S::HEAD / 2; i++)
+            T[i] = 0.0f;
 #pragma unroll 1
         for (; j > 0; j--) { /* P V of block j and S of the one before it */
-            float s[S::KEYS / 2], T[S::HEAD / 2], c, now[2];
+            float s[S::KEYS / 2], c;
             bool edge;
             const ring<S::STAGES> next = { at.count + 1 };
             wait(k_full + 8 * next.at(), next.parity());
@@ -239,22 +260,21 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
                 c = scale_of(j - 1), edge = is_edge(j - 1);
                 asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
             };
-            multiply_both<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo,
-                                                 on(V0, uniform(at.at()) * V_BYTES), meanwhile);
+            multiply_both<S::HEAD, 64, S::PARTS>(
+                s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo, on(V0, uniform(at.at()) * V_BYTES),
+                [&]() { promote(O, T, now); }, meanwhile);
             release(k_empty + 8 * next.at());
             weigh(s, j - 1, c, edge, now);
-            keep_order(__float_as_int(s[S::KEYS / 2 - 1]));
+            keep_order(__float_as_int(x.l[0]));
             wgmma_wait<0>();
-            release(v_empty + 8 * at.at());
-            promote(O, T, now);
-            add_up<S>(x, s);
             split_weights(hi, lo, s);
+            release(v_empty + 8 * at.at());
             at.next();
         }
         release(shared_address(&sh.q_empty[group()]));
+        promote(O, T, now);
         if (j == 0) {
-            float T[S::HEAD / 2];
-            const float all = units_of(0), now[2] = { all, all };
+            now[0] = now[1] = units_of(0);
             wait(v_full + 8 * at.at(), at.parity());
             multiply_values<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
             release(v_empty + 8 * at.at());
@@ -263,7 +283,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
         }
         write_rows<S>(O, x, least, a, w, row());
         const int first_row = part() * 64;
-        if (again && threadIdx.x % 128 == 0 && first_row < w.rows)
+        if (again && threadIdx.x % 32 == 0 && first_row < w.rows)
             split.q.marks[split_at(split.q, w.s.q_batch, w.h, w.s.q_row + w.i0 + first_row)] = split.zeros[2] = 1;
         __syncwarp();
         release(shared_address(&sh.closed[only_now(n) % AHEAD]));
@@ -279,6 +299,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                       const __grid_constant__ split_tensors split, const __grid_constant__ split_order by)
 {
 #if __CUDA_ARCH__ >= 900
+    let_next_start();
     extern __shared__ __align__(1024) char memory[];
     auto &sh = *(forward_shared<S> *)memory;
     if (threadIdx.x == 0) {

@@ -273,6 +273,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     forward_marked(const __grid_constant__ args a, int tiles, int exact_below, marked only)
 {
 #if HEED_SPLIT_HERE
+    wait_for_last();
     if (*only.any)
 #pragma unroll 1
         for (int number = blockIdx.x; number < tiles * a.Hq * a.B; number += gridDim.x) {
@@ -295,8 +296,8 @@ template <int D> static heed_status run_marked(const args &a, const marked &only
 {
     static_assert(shape<D, true>::BR == SPLIT_ROWS, "a mark for each tile");
     const int64_t tiles = tiles_of(a.Sq, SPLIT_ROWS), all = tiles * a.Hq * a.B;
-    return launch(forward_marked<D>, HEED_MIN(all, blocks), THREADS, sizeof(shared_split<D, true>), x, a, (int)tiles,
-                  split_exact_below(a), only);
+    return launch_next(forward_marked<D>, HEED_MIN(all, blocks), THREADS, sizeof(shared_split<D, true>), x, a,
+                       (int)tiles, split_exact_below(a), only);
 }
 
 heed_status heed_cuda_forward_marked(const args &a, const marked &only, int blocks, const heed_exec *x)

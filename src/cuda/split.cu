@@ -5,25 +5,68 @@
 constexpr int THREADS = 256;
 constexpr int FEW = 256; /* blocks, where there is seldom anything to do */
 
-/* The first 64 of some rows, to place `at` of x. */
+/* How many groups of 64 rows there are to split: tiles of the longest sequence, 0 of what is not wanted, and groups of a
+ * head of the keys, with those of the queries that share it. */
+struct split_grid {
+    int key_tiles, query_tiles, of_head;
+};
+
+static split_grid split_grid_of(const args &a, const split_tensors &to)
+{
+    const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
+    const int key_tiles = to.k.rows ? (int)tiles_of(keys, SPLIT_ROWS) : 0;
+    const int query_tiles = to.q.rows ? (int)tiles_of(a.Sq, SPLIT_ROWS) : 0;
+    return { key_tiles, query_tiles, 2 * key_tiles + (to.d_o.rows ? 2 : 1) * a.G * query_tiles };
+}
+
+/* Group number `index`: head by head those of k, of v, and of q and d_o of the heads that share them. No rows: the
+ * sequence is too short to have it. */
+struct split_group {
+    bool keys, second; /* k or v, v or d_o */
+    int batch, head, row;
+    even_rows from;
+    split_rows to;
+    int64_t at; /* its first row in `to` */
+    __device__ split_group(const args &a, const split_tensors &tensors, const split_grid &n, int index)
+    {
+        const int which = index / n.of_head, b = which / a.Hk;
+        int rest = index - which * n.of_head;
+        head = which - b * a.Hk;
+        const span s = span_of(a, b);
+        keys = rest < 2 * n.key_tiles;
+        const int tiles = keys ? n.key_tiles : n.query_tiles;
+        rest -= keys ? 0 : 2 * n.key_tiles;
+        const int part = rest / tiles, first = (rest - part * tiles) * SPLIT_ROWS;
+        second = keys ? part == 1 : part >= a.G;
+        if (!keys)
+            head = head * a.G + part - (second ? a.G : 0);
+        batch = keys ? s.k_batch : s.q_batch, row = (keys ? s.k_row : s.q_row) + first;
+        from = keys ? keys_from(a, s, second ? a.v : a.k, head, first, second ? a.Dv : a.D)
+                    : queries_from(a, s, second ? a.d_o : a.q, head, first, second ? a.Dv : a.D);
+        to = keys ? (second ? tensors.v : tensors.k) : (second ? tensors.d_o : tensors.q);
+        at = split_at(to, batch, head, row);
+    }
+};
+
+template <int D> using flight = rows_in_flight<D, SPLIT_ROWS, THREADS>;
+
 template <int D>
-__device__ static void split_64(const even_rows &rows, const split_rows &x, int64_t at, const float *less, bool hi_only)
+__device__ static void split_64(const flight<D> &rows, const split_group &g, const float *less, bool hi_only)
 {
     __shared__ unsigned most[THREADS / 32];
-    const rows_in_flight<D, SPLIT_ROWS, THREADS> some(rows);
-    const shift found = some.find_shift(most);
-    some.split(found.s, less, [&](int row, int chunk, uint4 hi, uint4 lo) {
-        char *const to = x.rows + (at + row) * (4 * D) + chunk * 16;
-        if (row < rows.count) {
+    const shift found = rows.find_shift(most);
+    rows.split(found.s, less, [&](int row, int chunk, uint4 hi, uint4 lo) {
+        char *const to = g.to.rows + (g.at + row) * (4 * D) + chunk * 16;
+        if (row < g.from.count) {
             *(uint4 *)to = hi;
             if (!hi_only)
                 *(uint4 *)(to + 2 * D) = lo;
         }
     });
     if (threadIdx.x == 0) {
-        x.shifts[at] = found;
-        if (x.marks)
-            x.marks[at] = 0;
+        g.to.shifts[g.at] = found;
+        if (g.to.marks)
+            g.to.marks[g.at] = 0;
     }
 }
 
@@ -36,75 +79,103 @@ __device__ static row_facts_split facts_of(float lse, float delta)
     return { log2, rest, delta, lse };
 }
 
-/* The groups of 64 rows of either kind of tensor: `keys` of k, as many of v, then those of q and of d_o. */
-struct split_grid {
-    int key_tiles, query_tiles, keys, queries, all;
-};
+/* delta of 64 rows, the sum of o d_o, in fp64, as rows.cu has it. */
+template <int D>
+__device__ static void sum_rows(const args &a, const split_group &g, const flight<D> &d_o, float *delta)
+{
+    const flight<D> o(rows_from(a.o, row_at(a.o, g.batch, g.head, g.row), a.o.stride[2], g.from.count, a.Dv));
+#pragma unroll
+    for (int n = 0; n < o.EACH; n++) {
+        double sum = 0;
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            sum += (double)o.x[n][e] * d_o.x[n][e];
+#pragma unroll
+        for (int lane = o.CHUNKS / 2; lane; lane /= 2)
+            sum += __shfl_xor_sync(~0u, sum, lane);
+        const int row = threadIdx.x / o.CHUNKS + n * o.APART;
+        if (a.d_lse.data && row < g.from.count)
+            sum -= load(a.d_lse, row_at(a.d_lse, g.batch, g.head, g.row + row));
+        delta[row] = (float)sum;
+    }
+}
+
+/* What goes with 64 rows of d_o; less: what lse's rounding cuts off. SUMS: the problem has no delta. */
+template <int D, bool SUMS>
+__device__ static void find_facts(const args &a, const split_tensors &to, const split_group &g, const flight<D> &d_o,
+                                  float *less)
+{
+    __shared__ float sums[SPLIT_ROWS];
+    if (SUMS) {
+        sum_rows<D>(a, g, d_o, sums);
+        __syncthreads();
+    }
+    if ((int)threadIdx.x >= min(g.from.count, SPLIT_ROWS))
+        return;
+    const int i = g.row + threadIdx.x;
+    const float delta = SUMS ? sums[threadIdx.x] : load(a.delta, row_at(a.delta, g.batch, g.head, i));
+    const row_facts_split f = facts_of(load(a.lse, row_at(a.lse, g.batch, g.head, i)), delta);
+    const int64_t number = ((int64_t)g.batch * a.Hq + g.head) * a.q_rows + i;
+    less[threadIdx.x] = f.rest * 0.693147182f;
+    if (to.facts)
+        to.facts[number] = f;
+    if (to.L)
+        to.L[number] = f.log2, to.delta[number] = fmaf(-f.delta, less[threadIdx.x], f.delta);
+}
 
 /* Group number `index` of all. */
-template <int D>
+template <int D, bool SUMS>
 __device__ static void split_one(const args &a, const split_tensors &to, const split_grid &n, int index)
 {
     __shared__ float less[SPLIT_ROWS];
-    const bool keys = index < 2 * n.keys;
-    index -= keys ? 0 : 2 * n.keys;
-    const int tiles = keys ? n.key_tiles : n.query_tiles, heads = keys ? a.Hk : a.Hq;
-    const bool second = index >= (keys ? n.keys : n.queries);
-    index -= second ? (keys ? n.keys : n.queries) : 0;
-    const int first = index % tiles * SPLIT_ROWS, h = index / tiles % heads;
-    const span s = span_of(a, index / tiles / heads);
-    if (first >= (keys ? s.keys : s.rows))
+    const split_group g(a, to, n, index);
+    if (g.from.count <= 0)
         return;
-    const split_rows &x = keys ? (second ? to.v : to.k) : (second ? to.d_o : to.q);
-    const int batch = keys ? s.k_batch : s.q_batch, row = (keys ? s.k_row : s.q_row) + first;
-    const even_rows from = keys ? keys_from(a, s, second ? a.v : a.k, h, first, second ? a.Dv : a.D)
-                                : queries_from(a, s, second ? a.d_o : a.q, h, first, second ? a.Dv : a.D);
-    if (to.d_o.rows && !keys && threadIdx.x < SPLIT_ROWS && first + (int)threadIdx.x < s.rows) {
-        const int i = row + threadIdx.x;
-        const row_facts_split f = facts_of(load(a.lse, row_at(a.lse, batch, h, i)),
-                                           load(a.delta, row_at(a.delta, batch, h, i)));
-        const int64_t number = ((int64_t)batch * a.Hq + h) * a.q_rows + i;
-        const float part = f.rest * 0.693147182f;
-        less[threadIdx.x] = part;
-        if (!second && to.facts)
-            to.facts[number] = f;
-        if (!second && to.L)
-            to.L[number] = f.log2, to.delta[number] = fmaf(-f.delta, part, f.delta);
-    }
+    const flight<D> rows(g.from);
+    const bool d_o = g.second && !g.keys;
+    if (d_o)
+        find_facts<D, SUMS>(a, to, g, rows, less);
     /* In there threads meet before they read less. */
-    split_64<D>(from, x, split_at(x, batch, h, row), second && !keys && to.L ? less : NULL, to.hi_only);
+    split_64<D>(rows, g, d_o && to.L ? less : NULL, to.hi_only);
 }
 
-template <int D>
-__global__ void __launch_bounds__(THREADS)
-    split_pass(const __grid_constant__ args a, const __grid_constant__ split_tensors to, split_grid n, const int *when)
+template <int D, bool SUMS>
+__global__ void __launch_bounds__(THREADS, D > 128 ? 1
+                                           : SUMS  ? 3
+                                                   : 4)
+    split_pass(const __grid_constant__ args a, const __grid_constant__ split_tensors to, split_grid n, int all,
+               const int *when)
 {
 #if HEED_SPLIT_HERE
-    if (when && !*when)
-        return;
+    if (when) { /* launched early: see launch.cuh */
+        let_next_start();
+        wait_for_last();
+        if (!*when)
+            return;
+    }
     if (to.zeros && blockIdx.x == 0 && threadIdx.x < 3)
         to.zeros[threadIdx.x] = 0;
 #pragma unroll 1
-    for (int index = blockIdx.x; index < n.all; index += gridDim.x) {
-        split_one<D>(a, to, n, index);
+    for (int index = blockIdx.x; index < all; index += gridDim.x) {
+        split_one<D, SUMS>(a, to, n, index);
         __syncthreads();
     }
 #endif
 }
 
-template <int D> static heed_status run(const args &a, const split_tensors &to, const int *when, const heed_exec *x)
+template <int D, bool SUMS = false>
+static heed_status run(const args &a, const split_tensors &to, const int *when, const heed_exec *x)
 {
-    const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    const int64_t key_tiles = tiles_of(keys, SPLIT_ROWS), query_tiles = tiles_of(a.Sq, SPLIT_ROWS);
-    const int64_t key_groups = to.k.rows ? key_tiles * a.Hk * a.B : 0;
-    const int64_t query_groups = to.q.rows ? query_tiles * a.Hq * a.B : 0;
-    const int64_t all = 2 * key_groups + (to.d_o.rows ? 2 : 1) * query_groups;
-    const split_grid n = { (int)key_tiles, (int)query_tiles, (int)key_groups, (int)query_groups, (int)all };
-    return launch(split_pass<D>, when ? HEED_MIN(all, FEW) : HEED_MAX(all, 1), THREADS, 0, x, a, to, n, when);
+    const split_grid n = split_grid_of(a, to);
+    const int64_t all = (int64_t)a.B * a.Hk * n.of_head;
+    return when ? launch_next(split_pass<D, SUMS>, HEED_MIN(all, FEW), THREADS, 0, x, a, to, n, (int)all, when)
+                : launch(split_pass<D, SUMS>, HEED_MAX(all, 1), THREADS, 0, x, a, to, n, (int)all, when);
 }
 
 heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x)
 {
     const int width = split_width(a);
+    if (to.d_o.rows && !a.delta.data)
+        return width == 64 ? run<64, true>(a, to, when, x) : run<128, true>(a, to, when, x);
     return width == 64 ? run<64>(a, to, when, x) : width == 128 ? run<128>(a, to, when, x) : run<256>(a, to, when, x);
 }

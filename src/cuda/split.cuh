@@ -215,8 +215,9 @@ struct row_facts_split {
     float log2, rest, delta, lse;
 };
 
-/* What is split before a kernel, and where it goes; what is not wanted has no rows. Of each row of q, for the backward:
- * facts; or L = log2 and delta, where d_o and delta are to be divided by 2^rest, so that P need not be. */
+/* What is split before a kernel, and where it goes; what is not wanted has no rows. Of each row of d_o, for the backward:
+ * facts; or L = log2 and delta, where d_o and delta are to be divided by 2^rest, so that P need not be. Where the problem
+ * has no delta, it is computed from o and d_o. */
 struct split_tensors {
     split_rows k, v, q, d_o;
     row_facts_split *facts;
@@ -225,7 +226,7 @@ struct split_tensors {
     bool hi_only;     /* lo is not wanted */
 };
 
-/* split.cu. when: does nothing where this is 0, which is the rule. */
+/* split.cu. when, on Hopper: does nothing where this is 0, which is the rule. */
 heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x);
 
 /* The width of the tiles. */

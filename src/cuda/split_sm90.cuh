@@ -112,16 +112,22 @@ __device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, u
     wgmma_wait<0>();
 }
 
-/* The same with small and large sums apart, and without a wait in between. */
+/* The same with small and large sums apart, to be joined, and without a wait in between. */
 template <int HEAD, int A_ROWS, int PARTS>
-__device__ inline void multiply_apart(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+__device__ inline void start_apart(float (&S)[SPLIT_ROWS / 2], float (&small)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
 {
-    float small[SPLIT_ROWS / 2];
     wgmma_fence();
     if (PARTS == 2)
         multiply_small<HEAD, A_ROWS>(small, A, B);
     multiply_parts<HEAD, A_ROWS>(S, A, B, 0);
     wgmma_commit();
+}
+
+template <int HEAD, int A_ROWS, int PARTS>
+__device__ inline void multiply_apart(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+{
+    float small[SPLIT_ROWS / 2];
+    start_apart<HEAD, A_ROWS, PARTS>(S, small, A, B);
     wgmma_wait<0>();
     if (PARTS == 2)
         join(S, small);
@@ -146,15 +152,21 @@ struct nothing {
 };
 
 /* Both, and waits for S. T is still under way. There are no registers for large and small sums apart, so there are waits
- * in between. lo is spoilt. meanwhile(): scalars that are needed with S, and would hold it up when it is there. */
-template <int HEAD, int A_ROWS, int PARTS, class Work = nothing>
+ * in between. lo is spoilt. before(): what has to be done with the last T, under the first products of S. meanwhile():
+ * scalars that are needed with S, and would hold it up when it is there. */
+template <int HEAD, int A_ROWS, int PARTS, class Before = nothing, class Work = nothing>
 __device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, float (&T)[HEAD / 2],
-                                     const operand &hi, operand &lo, uint64_t C, Work meanwhile = {})
+                                     const operand &hi, operand &lo, uint64_t C, Before before = {},
+                                     Work meanwhile = {})
 {
+    if (PARTS == 1)
+        before();
     wgmma_fence();
     if (PARTS == 2) {
         multiply_small<HEAD, A_ROWS>(S, A, B);
         wgmma_commit();
+        before();
+        wgmma_fence();
         multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
         wgmma_commit();
         wgmma_wait<1>();
