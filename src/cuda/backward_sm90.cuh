@@ -191,10 +191,10 @@ __device__ inline void differentiate_by_row(float (&dP)[COLUMNS / 2], const floa
 
 /* Writes 64 rows of a result, times `scale`, those below `rows` that exist. at: element offset of the first, step: from
  * one to the next. 16-bit results pass through the group's own rows of a tile that nobody reads any more, where
- * `memory` is the first of them, to leave in pieces of 16 bytes. */
+ * `memory` is the first of them, to leave in pieces of 16 bytes; box: bytes from 64 columns to the next. */
 template <class T, class C>
 __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, const view &t, int width, bool accumulate,
-                                    char *memory, int rows, int64_t at, int64_t step)
+                                    char *memory, int rows, int64_t at, int64_t step, int box = C::ROWS * 128)
 {
     const int thread = thread_anew(), lane = thread % 32, top = thread / 32 % 4 * 16;
     if (t.dtype == HEED_F32) {
@@ -217,9 +217,9 @@ __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, con
 #pragma unroll
     for (int k = 0; k < C::D / 16; k++) {
         const float *y = &Y[8 * k];
-        store_matrices(to + k / 4 * C::ROWS * 128 + ((k % 4 * 2 + lane / 16 ^ r0 % 8) << 4),
-                       pack<T>(y[0] * scale, y[1] * scale), pack<T>(y[2] * scale, y[3] * scale),
-                       pack<T>(y[4] * scale, y[5] * scale), pack<T>(y[6] * scale, y[7] * scale));
+        store_matrices(to + k / 4 * box + ((k % 4 * 2 + lane / 16 ^ r0 % 8) << 4), pack<T>(y[0] * scale, y[1] * scale),
+                       pack<T>(y[2] * scale, y[3] * scale), pack<T>(y[4] * scale, y[5] * scale),
+                       pack<T>(y[6] * scale, y[7] * scale));
     }
     __syncwarp();
     constexpr int CHUNKS = C::D / 8;
@@ -227,7 +227,7 @@ __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, con
 #pragma unroll 4
     for (int i = lane; i < 16 * CHUNKS; i += 32) {
         const int r = top + i / CHUNKS, chunk = i % CHUNKS;
-        const uint4 eight = *(const uint4 *)(memory + chunk / 8 * C::ROWS * 128 + r * 128 + ((chunk % 8 ^ r % 8) << 4));
+        const uint4 eight = *(const uint4 *)(memory + chunk / 8 * box + r * 128 + ((chunk % 8 ^ r % 8) << 4));
         uint16_t *one = out + r * step + chunk * 8;
         if (r >= rows)
             continue;

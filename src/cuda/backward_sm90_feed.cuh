@@ -167,7 +167,8 @@ template <class C> struct backward_shared {
     piece work[C::WORKS];
     uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
-    uint64_t staged[2], stage_free[2], pass_full[2], pass_free[2]; /* of even and odd tiles */
+    uint64_t work_free[C::ADDS ? C::WORKS : 1], staged[C::ADDS ? 2 : 1], stage_free[C::ADDS ? 2 : 1];
+    uint64_t pass_full[2], pass_free[2]; /* as those before, of even and odd tiles */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
 
@@ -177,10 +178,13 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::SLOTS; i++) {
             barrier_init(shared_address(&s.own_full[i]), 32);
-            barrier_init(shared_address(&s.own_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + PRODUCERS);
+            barrier_init(shared_address(&s.own_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + (C::ADDS ? 0 : PRODUCERS));
         }
-        for (int i = 0; i < C::WORKS; i++)
+        for (int i = 0; i < C::WORKS; i++) {
             barrier_init(shared_address(&s.described[i]), 32);
+            if (C::ADDS)
+                barrier_init(shared_address(&s.work_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + PRODUCERS);
+        }
         for (int i = 0; i < C::FIRST; i++) {
             barrier_init(shared_address(&s.first_full[i]), C::KEYS ? 33 : 1);
             barrier_init(shared_address(&s.first_free[i]), 128 * C::CONSUMERS);
@@ -333,20 +337,21 @@ __device__ inline void describe_piece(const backward_job &p, backward_shared<C> 
  * tile only, the first columns of the next piece arrive while it is still in use. */
 template <class C> __device__ inline void bring_own(const backward_job &p, backward_shared<C> &s)
 {
-    constexpr bool AHEAD_OF_OWN = C::WORKS > C::SLOTS;
     const int lane = threadIdx.x % 32;
     for (int n = 0, landed = 0, met = 0;;) {
         const int slot = n % C::WORKS;
         piece &w = s.work[slot];
         const uint32_t full = shared_address(&s.own_full[n % C::SLOTS]);
+        if (C::ADDS)
+            wait(shared_address(&s.work_free[slot]), n / C::WORKS & 1 ^ 1);
         const int number = uniform(lane ? 0 : atomicAdd(p.counter, 1));
-        if (!AHEAD_OF_OWN)
+        if (!C::ADDS)
             wait_own_free(s, n);
         if (number >= p.count) {
             if (lane == 0)
                 w.exists = 0;
             arrive(shared_address(&s.described[slot]));
-            if (AHEAD_OF_OWN)
+            if (C::ADDS)
                 wait_own_free(s, n);
             arrive(full);
             return;
@@ -357,10 +362,10 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             continue;
         describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head, tile);
         int h = w.tiles ? 0 : p.a.G, step = 0;
-        if (AHEAD_OF_OWN) {
+        if (C::WORKS > C::SLOTS)
             bring_terms<C>(p, s, w, h, step, met, C::FIRST < C::SECOND ? C::FIRST : C::SECOND);
+        if (C::ADDS)
             wait_own_free(s, n);
-        }
         if (C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS)
             bring_some_keys(p, s, slot, landed);
         else if (lane == 0)
@@ -419,8 +424,9 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
                 if (C::ADDS)
                     bring_tile<C, 1>(p, s, w, h, column, tile, live, landed);
             }
-        wait_own_free(s, n);
-        arrive(shared_address(&s.own_free[n % C::SLOTS]));
+        if (!C::ADDS)
+            wait_own_free(s, n);
+        arrive(shared_address(C::ADDS ? &s.work_free[slot] : &s.own_free[slot]));
     }
 }
 
@@ -479,8 +485,7 @@ template <class C> __device__ inline void keep_turns(const backward_job &p, back
                 fence_async_global();
                 pass_turn(turn, w.tile + 1);
             }
-        wait_own_free(s, n);
-        arrive(shared_address(&s.own_free[n % C::SLOTS]));
+        arrive(shared_address(&s.work_free[slot]));
     }
 }
 

@@ -25,13 +25,16 @@ template <class C> struct key_group {
     }
 };
 
-/* Adds up dQ of the tile before, where it is this group's turn. */
+/* Adds up dQ of the tile before, where it is this group's turn. last: K is not needed any more. */
 template <class T, class C, int GROUP>
-__device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
+__device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile,
+                                  bool last = false)
 {
     const piece &w = s.work[x.slot];
     if (!C::OWNERS && x.column < w.start + (w.tiles - 1) * COLUMNS && (tile - 1) % 2 == GROUP)
-        sum_queries<T, C>(s, x.slot % C::SLOTS, tile - 1);
+        sum_queries<T, C>(s, x.slot % C::SLOTS, tile - 1, last);
+    else if (last)
+        release(&s.own_free[x.slot % C::SLOTS]);
 }
 
 /* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
@@ -60,7 +63,6 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     constexpr int D = C::D;
     constexpr bool NEXT = (C::WAYS & EARLY) && !LAST;
     const int row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    const piece &w = s.work[x.slot];
     float dP[COLUMNS / 2], next[COLUMNS / 2];
     uint32_t P[COLUMNS / 16][4];
     const uint64_t dO = second_tile(s, tile);
@@ -158,8 +160,33 @@ __device__ inline int meet_head(const backward_job &p, key_group<C> &x, backward
     }
     tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(tiles - end));
     if constexpr (C::ADDS)
-        sum_behind<T, C, GROUP>(p, x, s, tile);
+        sum_behind<T, C, GROUP>(p, x, s, tile, C::SLOTS == 1 && x.head == p.a.G - 1);
     return tile;
+}
+
+/* dK and dV leave by way of V, which nobody reads any more once the four warps are done with it; or, where the next K and
+ * V would have to wait for that, by way of the group's own share of two tiles of dS. tile: the next. */
+template <class T, class C, int GROUP>
+__device__ inline void leave(const args &a, const key_group<C> &x, backward_shared<C> &s, int tile)
+{
+    const piece &w = s.work[x.slot];
+    if constexpr (C::ADDS && C::SLOTS == 1) {
+        const int first = tile % C::DS, second = (tile + 1) % C::DS, box = (second - first) * (int)sizeof(s.dS[0]);
+        wait(shared_address(&s.ds_free[first]), tile / C::DS & 1 ^ 1);
+        wait(shared_address(&s.ds_free[second]), (tile + 1) / C::DS & 1 ^ 1);
+        store_keys<T, C>(x.dV, 1, a, w, s.dS[first], GROUP, box);
+        store_keys<T, C>(x.dK, 0, a, w, s.dS[first], GROUP, box);
+        named_sync(1 + GROUP, 128); /* before any of them hands over the next dS */
+    } else {
+        const int slot = x.slot % C::SLOTS;
+        named_sync(1 + GROUP, 128);
+        store_keys<T, C>(x.dV, 1, a, w, s.own[slot][1], GROUP);
+        store_keys<T, C>(x.dK, 0, a, w, s.own[slot][C::ADDS ? 1 : 0], GROUP); /* dQ may still need K */
+        fence_async();
+        release(&s.own_free[slot]);
+    }
+    if (C::ADDS)
+        release(&s.work_free[x.slot]);
 }
 
 template <class T, class C, bool CAPPED, int GROUP>
@@ -177,14 +204,9 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s)
         x.K = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
         x.V = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
         x.slot = n % C::WORKS, x.inside = uniform(w.inside[GROUP]), x.outside = uniform(w.outside[GROUP]);
-        const int heads = uniform(w.head * a.G);
-        for (x.head = heads; heads + a.G > x.head; x.head++)
+        for (x.head = 0; a.G > x.head; x.head++)
             tile = meet_head<T, C, CAPPED, GROUP>(p, x, s, tile);
-        named_sync(1 + GROUP, 128); /* all four warps are done with K and V, whose rows become the way out */
-        store_keys<T, C>(x.dV, 1, a, w, s.own[slot][1], GROUP);
-        store_keys<T, C>(x.dK, 0, a, w, s.own[slot][C::ADDS ? 1 : 0], GROUP); /* dQ may still need K */
-        fence_async();
-        release(&s.own_free[slot]);
+        leave<T, C, GROUP>(a, x, s, tile);
     }
 }
 

@@ -9,14 +9,14 @@
 /* Writes dK (which = 0) or dV of a group of 64 keys by way of the K or V that it has been reading. */
 template <class T, class C>
 __device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const args &a, const piece &w, char *memory,
-                                  int group)
+                                  int group, int box = C::ROWS * 128)
 {
     const view &t = which ? a.d_v : a.d_k;
     if (!t.data)
         return;
     const int64_t at = row_at(t, w.batch, w.head, a.col + (w.memory_row + group * 64) * a.col_step);
     store_result<T, C>(Y, which ? 1.0f : a.scale, t, which ? a.Dv : a.D, a.accumulate, memory + group * 8192,
-                       w.rows - group * 64, at, t.stride[2] * a.col_step);
+                       w.rows - group * 64, at, t.stride[2] * a.col_step, box);
 }
 
 /* The first role meets one tile of queries. dV of a tile goes before S of the next, so that dO makes room early. first:

@@ -35,7 +35,7 @@ template <class C> __device__ inline void announce(backward_shared<C> &s, int ti
 /* N columns of dQ = dS K of a tile, from column FIRST on, a multiple of 64, put where they wait for their turn to join the
  * sums: see keep_turns(). Waits for all products. */
 template <class T, class C, int N, int FIRST>
-__device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile)
+__device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile, bool last)
 {
     const uint64_t dS = tile_at(dS_at(s, tile)),
                    K = tile_at(shared_address(s.own[slot][0]) + FIRST / 64 * (C::ROWS * 128), C::ROWS * 128);
@@ -46,8 +46,11 @@ __device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile)
         wgmma<T, N>::template shared<0, 1>(dQ, on(dS, k / 4 * 8192 + k % 4 * 32), on(K, k * 2048), k != 0);
     wgmma_commit();
     wgmma_wait<0>();
-    if (FIRST + N == C::D)
+    if (FIRST + N == C::D) {
         release(&s.ds_free[tile % C::DS]);
+        if (last)
+            release(&s.own_free[slot]);
+    }
     if (FIRST == 0)
         wait(shared_address(&s.stage_free[tile % 2]), (tile + 2 - C::STAGED) / 2 & 1 ^ 1);
     float4 *const to = s.stage[tile % C::STAGED] + threadIdx.x / 32 % 4 * (4 * C::D) + FIRST * 2 + threadIdx.x % 32;
@@ -59,14 +62,14 @@ __device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile)
     }
 }
 
-/* All columns; the owner of dQ, who has few registers, takes 64 at a time. */
-template <class T, class C> __device__ inline void sum_queries(backward_shared<C> &s, int slot, int tile)
+/* All columns; the owner of dQ, who has few registers, takes 64 at a time. last: K is not needed any more. */
+template <class T, class C> __device__ inline void sum_queries(backward_shared<C> &s, int slot, int tile, bool last)
 {
     constexpr int N = C::OWNERS && C::D > 64 ? 64 : C::D;
     wait(shared_address(&s.ds_full[tile % C::DS]), tile / C::DS & 1);
-    sum_columns<T, C, N, 0>(s, slot, tile);
+    sum_columns<T, C, N, 0>(s, slot, tile, last);
     if constexpr (N < C::D)
-        sum_columns<T, C, C::D - N, N>(s, slot, tile);
+        sum_columns<T, C, C::D - N, N>(s, slot, tile, last);
     fence_async();
     release(&s.staged[tile % 2]);
 }
@@ -83,8 +86,9 @@ template <class T, class C> __device__ inline void own_queries(const backward_jo
         const int end = tile + uniform(w.tiles * p.a.G);
 #pragma unroll 1
         for (; tile < end; tile++)
-            sum_queries<T, C>(s, slot, tile);
+            sum_queries<T, C>(s, slot, tile, false);
         release(&s.own_free[slot]);
+        release(&s.work_free[n % C::WORKS]);
     }
 }
 
