@@ -1,11 +1,10 @@
 """fp32 on one GPU, heed beside PyTorch's scaled_dot_product_attention, in one process.
 
-    python3 bench/fp32.py errors [--lib PATH] [--kernel FAMILY] [--draws 4]   against fp64, by kind of data
+    python3 bench/fp32.py errors [--lib PATH] [--kernel FAMILY] [--draws 4] [--tf32]   against fp64, by kind of data
     python3 bench/fp32.py speed  [--lib PATH] [--kernel FAMILY]   medians between CUDA events
-    python3 bench/fp32.py small  [--lib PATH] [--dtype f32,f16]   problems of microseconds: replays of a CUDA graph
 
 Errors are relative to the RMS of the exact result, and a ratio below 1 means that heed's is the smaller one. PyTorch is
-its efficient backend, the only fused one it has for fp32; in `speed` and `small` the fastest that takes the problem.
+its efficient backend, the only fused one it has for fp32.
 """
 import argparse
 import ctypes as C
@@ -18,10 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from cuda_bench import DTYPES, Heed, median_ms
-
-BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
-            "cudnn": SDPBackend.CUDNN_ATTENTION}
+from cuda_bench import Heed, median_ms
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------
@@ -43,7 +39,10 @@ KINDS = {
     "logits to 100": lambda q, k, v, g: (20 * q, k, v, g),
     "q 1e-30, k 1e30": lambda q, k, v, g: (1e-30 * q, 1e30 * k, v, g),
     "v 1e30": lambda q, k, v, g: (q, k, 1e30 * v, g * 1e-30),
+    "v 1e-30": lambda q, k, v, g: (q, k, 1e-30 * v, g),
     "v 1e-40": lambda q, k, v, g: (q, k, 1e-20 * (1e-20 * v), g),
+    "d_o 1e-40": lambda q, k, v, g: (q, k, v, 1e-20 * (1e-20 * g)),
+    "q 1e-40": lambda q, k, v, g: (1e-20 * (1e-20 * q), k, v, g),
     "d_o 1e-8": lambda q, k, v, g: (q, k, v, 1e-8 * g),
     "d_o 1e8": lambda q, k, v, g: (q, k, v, 1e8 * g),
     "rows 1e-4..1e4": lambda q, k, v, g: (q, k, spread(v, 4, (0, 1, 2)), spread(g, 4, (0, 1, 2))),
@@ -51,6 +50,14 @@ KINDS = {
     "q, k elements": lambda q, k, v, g: (spread(q, 1, (0, 1, 2, 3)), spread(k, 1, (0, 1, 2, 3)), v, g),
     "columns opposed": lambda q, k, v, g: (*opposed(q, k), v, g),
 }
+
+
+# Shape, causal, key stride: of each kernel those that tell most. LONG is where HEED_TF32 makes a difference.
+SHORT = [((2, 8, 64, 64), False, 1), ((4, 4, 128, 32), True, 1), ((2, 8, 128, 64), False, 1), ((2, 8, 256, 64), True, 1),
+         ((2, 8, 256, 64), False, 2), ((2, 4, 256, 128), False, 1)]
+LONG = [((2, 4, 512, 64), False, 1), ((2, 4, 512, 64), True, 1), ((2, 4, 1024, 64), False, 2),
+        ((1, 2, 2048, 128), False, 1)]
+TF32 = 1
 
 
 def exact(q, k, v, g, causal):
@@ -62,9 +69,9 @@ def exact(q, k, v, g, causal):
     return [o.detach(), *torch.autograd.grad(o, leaves, g.double())]
 
 
-def fused(q, k, v, g, causal):
+def fused(q, k, v, g, causal, backend):
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+    with sdpa_kernel(backend):
         o = scaled_dot_product_attention(*leaves, is_causal=causal)
     return [o.detach(), *torch.autograd.grad(o, leaves, g)]
 
@@ -79,27 +86,34 @@ def errors_of(results, expected):
     return found
 
 
-def draw(lib, kernel, shape, causal, make, seed, backward):
+def draw(lib, args, shape, causal, stride, make, seed):
     """[(largest, RMS)] of heed and of PyTorch."""
     torch.manual_seed(seed)
     q, k, v, g = make(*(torch.randn(shape, device="cuda") for _ in range(4)))
-    heed = Heed(lib, q, k, v, g, kernel, causal=int(causal))
+    heed = Heed(lib, q, k, v, g, args.kernel, causal=int(causal), key_stride=stride)
+    for x in heed.x:
+        x.precision = TF32 if args.tf32 else 0
     heed.forward()
-    if backward:
+    if not args.forward:
         heed.backward()
-    expected = exact(q, k, v, g, causal)
-    ours, theirs = errors_of([heed.o, *heed.grads], expected), errors_of(fused(q, k, v, g, causal), expected)
-    return (ours, theirs) if backward else (ours[:1], theirs[:1])
+    seen = q, k[:, :, ::stride], v[:, :, ::stride], g
+    dq, dk, dv = heed.grads
+    expected = exact(*seen, causal)
+    ours = errors_of([heed.o, dq, dk[:, :, ::stride], dv[:, :, ::stride]], expected)
+    theirs = errors_of(fused(*seen, causal, SDPBackend.MATH if args.tf32 else SDPBackend.EFFICIENT_ATTENTION), expected)
+    return (ours[:1], theirs[:1]) if args.forward else (ours, theirs)
 
 
-def report_errors(lib, kernel, shapes, backward, draws):
+def report_errors(lib, args):
     """The largest of some thousand errors is a matter of luck: of several draws the geometric mean of the ratios."""
-    print(f"error over that of PyTorch, RMS (largest), {draws} draws")
-    print(f"{'shape':<18}{'data':<20}{'o: heed RMS':<13}" + "".join(f"{n:<15}" for n in ("o", "dQ", "dK", "dV")))
+    draws = args.draws
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    print(f"error over that of PyTorch, RMS (largest), {draws} draws; first RMS of o, heed and PyTorch\n")
+    print("| shape | data | o: heed, PyTorch | o | dQ | dK | dV |\n|---|---|---|---|---|---|---|")
     worst, most, single = 0, 0, 0
-    for shape, causal in shapes:
+    for shape, *how in LONG if args.tf32 or args.long else SHORT + LONG:
         for kind, make in KINDS.items():
-            all_of_it = [draw(lib, kernel, shape, causal, make, seed, backward) for seed in range(1, draws + 1)]
+            all_of_it = [draw(lib, args, shape, *how, make, seed) for seed in range(1, draws + 1)]
             cells = []
             for n in range(len(all_of_it[0][0])):
                 rms = [sum(way[side][n][1] ** 2 for way in all_of_it) ** 0.5 for side in (0, 1)]
@@ -107,41 +121,13 @@ def report_errors(lib, kernel, shapes, backward, draws):
                 mean = math.prod(ratios) ** (1 / draws)
                 worst, most, single = max(worst, rms[0] / rms[1]), max(most, mean), max(single, *ratios)
                 cells.append(f"{rms[0] / rms[1]:.2f} ({mean:.2f})")
-            name = ",".join(map(str, shape)) + (" causal" if causal else "")
-            ours = (sum(way[0][0][1] ** 2 for way in all_of_it) / draws) ** 0.5
-            print(f"{name:<18}{kind:<20}{ours:<13.2e}" + "".join(f"{c:<15}" for c in cells), flush=True)
-    print(f"worst: RMS {worst:.2f}, largest {most:.2f}, of one draw {single:.2f}")
+            name = ",".join(map(str, shape)) + (" causal" if how[0] else f" 1 of {how[1]}" if how[1] > 1 else "")
+            of_o = ((sum(way[side][0][1] ** 2 for way in all_of_it) / draws) ** 0.5 for side in (0, 1))
+            print(f"| {name} | {kind} | {', '.join(f'{x:.1e}' for x in of_o)} | " + " | ".join(cells) + " |", flush=True)
+    print(f"\nworst: RMS {worst:.2f}, largest {most:.2f}, of one draw {single:.2f}")
 
 
 # ---- Speed -----------------------------------------------------------------------------------------------------------
-
-def graph_us(call, repeats=20):
-    """Microseconds of one call inside a graph of many."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(), call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(repeats):
-                call()
-    return 1e3 * min(median_ms(graph.replay, 20) for _ in range(2)) / repeats
-
-
-def best_of_torch(q, k, v, g, causal, time, backward):
-    best = {}
-    for name, backend in BACKENDS.items():
-        try:
-            with sdpa_kernel(backend):
-                leaves = [t.detach().clone().requires_grad_(backward) for t in (q, k, v)]
-
-                def both():
-                    o = scaled_dot_product_attention(*leaves, is_causal=causal)
-                    return torch.autograd.grad(o, leaves, g) if backward else o
-                best[name] = time(both)
-        except RuntimeError:
-            continue
-    return min(best.items(), key=lambda item: item[1])
-
 
 def report_speed(lib, kernel, backward):
     print("fp32 TFLOP/s              forward: heed  PyTorch  ratio     backward: heed  PyTorch  ratio")
@@ -166,48 +152,22 @@ def report_speed(lib, kernel, backward):
             print(line)
 
 
-def report_small(lib, kernel, dtypes):
-    print("microseconds in a graph             forward: heed  PyTorch  ratio    both: heed  PyTorch  ratio")
-    for name in dtypes:
-        for shape in ((2, 8, 64, 64), (4, 12, 128, 64), (2, 16, 256, 64), (2, 8, 77, 64), (1, 1, 128, 32)):
-            q, k, v, g = (torch.randn(shape, device="cuda").to(DTYPES[name][1]) for _ in range(4))
-            heed = Heed(lib, q, k, v, g, kernel, name)
-
-            def forward():
-                heed.x[0].stream = torch.cuda.current_stream().cuda_stream
-                heed.forward()
-
-            def both():
-                forward()
-                heed.x[1].stream = torch.cuda.current_stream().cuda_stream
-                heed.backward()
-            ours, ours2 = graph_us(forward), graph_us(both)
-            with torch.no_grad():
-                which, theirs = best_of_torch(q, k, v, g, False, graph_us, False)
-            which2, theirs2 = best_of_torch(q, k, v, g, False, graph_us, True)
-            print(f"{name:<5}{','.join(map(str, shape)):<14}{which + ' ' + which2:<22}{ours:7.2f}{theirs:9.2f}"
-                  f"{theirs / ours:7.2f}{ours2:14.2f}{theirs2:9.2f}{theirs2 / ours2:7.2f}")
-
-
 def main():
     p = argparse.ArgumentParser()
-    p.add_argument("what", choices=("errors", "speed", "small"))
+    p.add_argument("what", choices=("errors", "speed"))
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--kernel", default=None)
-    p.add_argument("--dtype", default="f32,f16,bf16")
     p.add_argument("--draws", type=int, default=4)
+    p.add_argument("--tf32", action="store_true", help="errors under HEED_TF32, beside PyTorch's matmul with tf32 allowed")
+    p.add_argument("--long", action="store_true", help="errors of long sequences alone")
     p.add_argument("--forward", action="store_true", help="leave the backward out")
     args = p.parse_args()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
     if args.what == "errors":
-        report_errors(lib, args.kernel, [((2, 8, 128, 64), False), ((2, 8, 256, 64), True), ((2, 4, 512, 64), False),
-                                         ((2, 4, 512, 64), True), ((1, 2, 2048, 128), False)],
-                      not args.forward, args.draws)
-    elif args.what == "speed":
-        report_speed(lib, args.kernel, not args.forward)
+        report_errors(lib, args)
     else:
-        report_small(lib, args.kernel, args.dtype.split(","))
+        report_speed(lib, args.kernel, not args.forward)
 
 
 if __name__ == "__main__":

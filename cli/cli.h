@@ -176,10 +176,11 @@ double median(double *values, int count); /* sorts them */
 /* One pass, g == NULL: the forward, of tensors in the host's memory: there, run, and back. */
 heed_status gpu_run(const heed_attention *a, const heed_gradient *g, const heed_exec *x);
 
-/* Median seconds of the forward, of the backward or, where neither is NULL, of both in a row, by CUDA events; -1 when it
+/* Median seconds of the forward, of the backward or, where neither is NULL, of both in a row, by CUDA events around each;
+ * replayed: around a graph of many, divided by how many, which leaves out what starting one by itself takes. -1 when it
  * failed. The backward starts from the o and lse in a. */
 double gpu_seconds(const heed_attention *a, const heed_gradient *g, const heed_exec *forward, const heed_exec *backward,
-                   double min_time);
+                   int replayed, double min_time);
 const char *gpu_error(void); /* what the CUDA runtime said, where that and not heed made the last call fail; or NULL */
 
 /* ---- term.c: what only a terminal gets -------------------------------------------------------------------------- */

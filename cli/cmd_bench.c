@@ -175,7 +175,7 @@ static int run_backward(void *w) { return workload_backward(w); }
 static double seconds_of(workload *w, int backward, double min_time)
 {
     if (w->x.backend == HEED_CUDA)
-        return gpu_seconds(&w->a, &w->g, backward ? NULL : &w->x, backward ? &w->x : NULL, min_time);
+        return gpu_seconds(&w->a, &w->g, backward ? NULL : &w->x, backward ? &w->x : NULL, 0, min_time);
     return median_seconds(backward ? run_backward : run_forward, w, min_time);
 }
 

@@ -118,13 +118,18 @@ static int show(job *j)
     return judge(w);
 }
 
-/* Of one pass, or of both. */
-static double seconds_of(job *j, int (*passes)(void *), double min_time)
+/* Of one pass, or of both. On a GPU also what it computes for, without what starting it takes. */
+static void print_time(job *j, const char *name, int (*passes)(void *), double min_time)
 {
-    if (j->pass[0].backend == HEED_CUDA)
-        return gpu_seconds(&j->w.a, &j->w.g, passes == backward ? NULL : &j->pass[0],
-                           passes == forward ? NULL : &j->pass[1], min_time);
-    return median_seconds(passes, j, min_time);
+    printf("  %-9s", name);
+    if (j->pass[0].backend != HEED_CUDA) {
+        printf(" %8.2f us\n", 1e6 * median_seconds(passes, j, min_time));
+        return;
+    }
+    for (int replayed = 0; replayed < 2; replayed++)
+        printf(" %8.2f us", 1e6 * gpu_seconds(&j->w.a, &j->w.g, passes == backward ? NULL : &j->pass[0],
+                                              passes == forward ? NULL : &j->pass[1], replayed, min_time));
+    putchar('\n');
 }
 
 static int print_times(job *j, double min_time)
@@ -137,12 +142,12 @@ static int print_times(job *j, double min_time)
         return complain_status(status);
     threads = x->threads ? x->threads : device.threads;
     if (on_gpu)
-        printf("\n%s, by CUDA events\n", device.name);
+        printf("\n%s, by CUDA events: around each call; of one call among many that a graph replays\n", device.name);
     else
         printf("\n%s, %d thread%s\n", device.name, threads, threads == 1 ? "" : "s");
-    printf("  forward   %8.2f us\n", 1e6 * seconds_of(j, forward, min_time));
-    printf("  backward  %8.2f us\n", 1e6 * seconds_of(j, backward, min_time));
-    printf("  both      %8.2f us\n", 1e6 * seconds_of(j, both, min_time));
+    print_time(j, "forward", forward, min_time);
+    print_time(j, "backward", backward, min_time);
+    print_time(j, "both", both, min_time);
     return 0;
 }
 
@@ -174,7 +179,8 @@ int command_demo(int argc, char **argv)
                 "its gradients. Inputs are those of the C library's rand() in its default state, the same on every\n"
                 "machine. Prints the top left 3x3 of Q, K, V, O, dQ, dK and dV, compares all of O, dQ, dK and dV with\n"
                 "the fp64 reference, and prints the median time of forward, backward and both: on the CPU and, where\n"
-                "there is one, on the GPU (by CUDA events); with --backend or --kernel, only there.\n",
+                "there is one, on the GPU (by CUDA events, around each call and around a graph that replays many of\n"
+                "them, which is what the GPU itself takes); with --backend or --kernel, only there.\n",
         .examples = "  heed demo\n"
                     "  heed demo --threads 1\n"
                     "  heed demo --backend cuda\n",

@@ -1,5 +1,5 @@
 /* A call on a GPU: its tensors are copied to the GPU's memory, heed runs there, results are copied back. Times are
- * between CUDA events, with everything in the GPU's memory already. */
+ * between CUDA events, with everything in the GPU's memory already: around each call, or around replays of a graph of calls. */
 #include "cli.h"
 
 #ifdef HEED_HAS_CUDA
@@ -170,12 +170,14 @@ heed_status gpu_run(const heed_attention *a, const heed_gradient *g, const heed_
 
 /* ---- Times ------------------------------------------------------------------------------------------------------- */
 
-enum { BATCH = 64, BATCHES = 64 };
+enum { BATCH = 64, BATCHES = 64, IN_GRAPH = 20 };
 
-/* What is timed: one pass of the call, or both. */
+/* What is timed: one pass of the call, or both; where there is a graph, IN_GRAPH of them. */
 typedef struct timed {
     gpu_call c;
     int forward, backward;
+    cudaStream_t stream;
+    cudaGraphExec_t graph;
     cudaEvent_t events[BATCH + 1];
 } timed;
 
@@ -183,30 +185,73 @@ typedef struct timed {
  * host cannot keep up, and then that is what a caller sees. */
 static heed_status time_batch(timed *t, int count, double *seconds)
 {
-    heed_status status = failed(cudaEventRecord(t->events[0], NULL), "recording an event");
+    heed_status status = failed(cudaEventRecord(t->events[0], t->stream), "recording an event");
     for (int i = 0; i < count && !status; i++) {
-        status = run(&t->c, t->forward, t->backward);
+        status = t->graph ? failed(cudaGraphLaunch(t->graph, t->stream), "replaying a graph")
+                          : run(&t->c, t->forward, t->backward);
         if (!status)
-            status = failed(cudaEventRecord(t->events[i + 1], NULL), "recording an event");
+            status = failed(cudaEventRecord(t->events[i + 1], t->stream), "recording an event");
     }
     if (!status)
         status = failed(cudaDeviceSynchronize(), "running on the GPU");
     for (int i = 0; i < count && !status; i++) {
         float milliseconds = 0;
         status = failed(cudaEventElapsedTime(&milliseconds, t->events[i], t->events[i + 1]), "reading an event");
-        seconds[i] = 1e-3 * (double)milliseconds;
+        seconds[i] = 1e-3 * (double)milliseconds / (t->graph ? IN_GRAPH : 1);
     }
     return status;
 }
 
+/* From here on a graph is timed. What runs for the first time runs outside of it before. */
+static heed_status capture(timed *t)
+{
+    cudaGraph_t graph = NULL;
+    heed_status status = run(&t->c, t->forward, t->backward);
+    if (!status)
+        status = failed(cudaStreamBeginCapture(t->stream, cudaStreamCaptureModeThreadLocal), "capturing a graph");
+    if (status)
+        return status;
+    for (int i = 0; i < IN_GRAPH && !status; i++)
+        status = run(&t->c, t->forward, t->backward);
+    heed_status ended = failed(cudaStreamEndCapture(t->stream, &graph), "capturing a graph");
+    if (!status)
+        status = ended;
+    if (!status)
+        status = failed(cudaGraphInstantiate(&t->graph, graph, 0), "making a graph");
+    if (graph)
+        cudaGraphDestroy(graph);
+    return status;
+}
+
+static heed_status prepare(timed *t, int replayed)
+{
+    heed_status status = failed(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking), "making a stream");
+    t->c.x[0].stream = t->c.x[1].stream = t->stream;
+    for (int i = 0; i <= BATCH && !status; i++)
+        status = failed(cudaEventCreate(&t->events[i]), "making an event");
+    return status || !replayed ? status : capture(t);
+}
+
+static void discard(timed *t)
+{
+    for (int i = 0; i <= BATCH; i++)
+        if (t->events[i])
+            cudaEventDestroy(t->events[i]);
+    if (t->graph)
+        cudaGraphExecDestroy(t->graph);
+    if (t->stream)
+        cudaStreamDestroy(t->stream);
+    end(&t->c);
+}
+
 double gpu_seconds(const heed_attention *a, const heed_gradient *g, const heed_exec *forward, const heed_exec *backward,
-                   double min_time)
+                   int replayed, double min_time)
 {
     static double taken[BATCH * BATCHES];
     timed t = { .forward = forward != NULL, .backward = backward != NULL };
     heed_status status = start(&t.c, a, g, forward, backward);
-    for (int i = 0; i <= BATCH && !status; i++)
-        status = failed(cudaEventCreate(&t.events[i]), "making an event");
+    if (!status)
+        status = prepare(&t, replayed);
     for (int i = 0; i < 3 && !status; i++) /* warm up: code, caches, clocks */
         status = time_batch(&t, 1, taken);
     int batch = status ? 0 : (int)fmin(BATCH, fmax(5, min_time / (taken[0] + 1e-9))), count = 0;
@@ -215,10 +260,7 @@ double gpu_seconds(const heed_attention *a, const heed_gradient *g, const heed_e
         status = time_batch(&t, batch, taken + count);
         count += batch;
     }
-    for (int i = 0; i <= BATCH; i++)
-        if (t.events[i])
-            cudaEventDestroy(t.events[i]);
-    end(&t.c);
+    discard(&t);
     return status ? -1 : median(taken, count);
 }
 
@@ -231,9 +273,9 @@ heed_status gpu_run(const heed_attention *a, const heed_gradient *g, const heed_
 }
 
 double gpu_seconds(const heed_attention *a, const heed_gradient *g, const heed_exec *forward, const heed_exec *backward,
-                   double min_time)
+                   int replayed, double min_time)
 {
-    (void)min_time;
+    (void)replayed, (void)min_time;
     gpu_run(a, backward ? g : NULL, backward ? backward : forward);
     return -1;
 }
