@@ -2,8 +2,7 @@
  * alone has the same problem and the same plan. So the last few are kept, and such a call is checked and planned by one
  * comparison, in a tenth of the time; for problems of a microsecond that time is most of the call.
  *
- *     description   the caller's structs with each address reduced to what the rules ask of it: NULL or not, and its
- *                   last four bits
+ *     as given      the caller's structs. Of an address the rules ask only whether it is NULL, and its last four bits
  *     problem       what check.c made of them; the new addresses are put into it
  *     reach         of each tensor: its first and last byte, counted from its address. Where the memory of a result
  *                   might meet that of another tensor, the call is checked in full
@@ -30,17 +29,12 @@ static const struct {
 static const size_t pointers[POINTERS] = { A(lengths_q), A(lengths_k),   A(offsets_q),
                                            A(offsets_k), A(block_table), A(dropout_seed_at) };
 
-typedef struct description {
-    heed_attention a;
-    heed_backend backend;
-    int device, threads, nondeterministic, forced;
-    heed_precision precision;
-    heed_pass pass;
-    heed_gradient g; /* last: a forward has none, and is not compared so far */
-} description;
-
 typedef struct kept {
-    description as;
+    heed_attention a;
+    heed_gradient g; /* of a backward */
+    heed_exec x;
+    int threads;
+    heed_pass pass;
     heed_call call;
     int64_t low[TENSORS], high[TENSORS]; /* equal: the tensor is not there, or has no element */
 } kept;
@@ -69,46 +63,54 @@ static void set_pointer_at(heed_attention *a, int n, const void *pointer)
     memcpy((char *)a + pointers[n], &pointer, sizeof pointer);
 }
 
-static void *reduced(const void *address) { return address ? (void *)(16 + (uintptr_t)address % 16) : NULL; }
-
 _Static_assert(sizeof(void *) != 8 || (sizeof(heed_attention) == 912 && sizeof(heed_gradient) == 648),
-               "a new field has to be described here, and new tensors and pointers be listed above");
+               "a new field has to be compared here, and new tensors and pointers be listed above");
 
-/* Field by field over zeros, as the bytes between the fields of the caller's structs may be anything. */
-static void describe_attention(const heed_attention *a, heed_attention *d)
+static int alike(const void *address, const void *other)
 {
-    d->scale = a->scale, d->zero_scale = a->zero_scale, d->softcap = a->softcap;
-    d->causal = a->causal, d->windowed = a->windowed;
-    d->window_left = a->window_left, d->window_right = a->window_right, d->align = a->align;
-    d->query_position = a->query_position, d->query_step = a->query_step;
-    d->key_position = a->key_position, d->key_step = a->key_step, d->key_stride = a->key_stride;
-    d->dropout = a->dropout;
-    d->sequences = a->sequences, d->max_rows = a->max_rows, d->max_keys = a->max_keys;
-    d->block_table_stride = a->block_table_stride, d->block_table_columns = a->block_table_columns;
-    for (int n = 0; n < POINTERS; n++)
-        set_pointer_at(d, n, reduced(pointer_at(a, n)));
+    return !address == !other && !(((uintptr_t)address ^ (uintptr_t)other) % 16);
 }
 
-static size_t size_of(heed_pass pass) { return pass == HEED_BACKWARD ? sizeof(description) : offsetof(description, g); }
+static int same_tensor(const heed_tensor *t, const heed_tensor *u)
+{
+    _Static_assert(offsetof(heed_tensor, stride) == offsetof(heed_tensor, shape) + sizeof t->shape, "compared as one");
+    return alike(t->data, u->data) && t->dtype == u->dtype && !memcmp(t->shape, u->shape, 2 * sizeof t->shape);
+}
 
-static void describe(const heed_attention *a, const heed_gradient *g, const heed_exec *x, description *d)
+/* Field by field, as the bytes between the fields may be anything. */
+static int same_options(const heed_attention *a, const heed_attention *b)
+{
+    int same = a->scale == b->scale && a->zero_scale == b->zero_scale && a->softcap == b->softcap &&
+               a->causal == b->causal && a->windowed == b->windowed && a->window_left == b->window_left &&
+               a->window_right == b->window_right && a->align == b->align && a->query_position == b->query_position &&
+               a->query_step == b->query_step && a->key_position == b->key_position && a->key_step == b->key_step &&
+               a->key_stride == b->key_stride && a->dropout == b->dropout && a->sequences == b->sequences &&
+               a->max_rows == b->max_rows && a->max_keys == b->max_keys &&
+               a->block_table_stride == b->block_table_stride && a->block_table_columns == b->block_table_columns;
+    for (int n = 0; n < POINTERS; n++)
+        same = same && alike(pointer_at(a, n), pointer_at(b, n));
+    return same;
+}
+
+static int threads_of(const heed_exec *x) { return x->backend == HEED_CUDA ? 0 : heed_threads_of(x); }
+
+static int same_exec(const kept *k, const heed_exec *x, int threads)
+{
+    return k->x.backend == x->backend && k->x.device == x->device && k->threads == threads &&
+           k->x.nondeterministic == x->nondeterministic && k->x.precision == x->precision &&
+           !k->x.kernel == !x->kernel && (!x->kernel || !strcmp(k->call.plan.kernel->name, x->kernel));
+}
+
+static int same_call(kept *k, const heed_attention *a, const heed_gradient *g, const heed_exec *x, int threads)
 {
     const heed_pass pass = g ? HEED_BACKWARD : HEED_FORWARD;
-    memset(d, 0, size_of(pass));
-    d->pass = pass;
-    describe_attention(a, &d->a);
-    if (g)
-        d->g.accumulate = g->accumulate;
-    for (int n = range_of[pass].first; n < range_of[pass].end; n++) {
-        const heed_tensor *from = tensor_at((heed_attention *)a, (heed_gradient *)g, n);
-        heed_tensor *to = tensor_at(&d->a, &d->g, n);
-        to->data = reduced(from->data), to->dtype = from->dtype;
-        memcpy(to->shape, from->shape, sizeof to->shape);
-        memcpy(to->stride, from->stride, sizeof to->stride);
-    }
-    d->backend = x->backend, d->device = x->device;
-    d->threads = x->backend == HEED_CUDA ? 0 : heed_threads_of(x);
-    d->nondeterministic = x->nondeterministic, d->precision = x->precision, d->forced = x->kernel != NULL;
+    if (k->pass != pass || !same_exec(k, x, threads) || !same_options(&k->a, a) ||
+        (g && k->g.accumulate != g->accumulate))
+        return 0;
+    for (int n = range_of[pass].first; n < range_of[pass].end; n++)
+        if (!same_tensor(tensor_at(&k->a, &k->g, n), tensor_at((heed_attention *)a, (heed_gradient *)g, n)))
+            return 0;
+    return 1;
 }
 
 /* Puts the addresses of a and g into the problem. A tensor that the check has taken out stays out. */
@@ -142,20 +144,14 @@ static int may_overlap(kept *k)
     return overlap;
 }
 
-static int same_kernel(const kept *k, const char *forced)
-{
-    return !forced || !strcmp(k->call.plan.kernel->name, forced);
-}
-
 heed_call *heed_recall(const heed_attention *a, const heed_gradient *g, const heed_exec *x)
 {
     memory *m = &recent;
     if (!a || !x || x->threads < 0 || !m->used)
         return NULL;
-    description d;
-    describe(a, g, x, &d);
+    const int threads = threads_of(x);
     for (kept *k = m->calls; k < m->calls + m->used; k++)
-        if (k->as.pass == d.pass && !memcmp(&k->as, &d, size_of(d.pass)) && same_kernel(k, x->kernel)) {
+        if (same_call(k, a, g, x, threads)) {
             put_addresses(&k->call.problem, a, g);
             return may_overlap(k) ? NULL : &k->call;
         }
@@ -168,9 +164,11 @@ void heed_remember(const heed_attention *a, const heed_gradient *g, const heed_e
     kept *k = &m->calls[m->next];
     m->next = (m->next + 1) % KEPT;
     m->used = HEED_MAX(m->used, m->next ? m->next : KEPT);
-    describe(a, g, x, &k->as);
-    k->call = *call;
-    for (int n = range_of[k->as.pass].first; n < range_of[k->as.pass].end; n++) {
+    k->pass = g ? HEED_BACKWARD : HEED_FORWARD;
+    k->a = *a, k->x = *x, k->threads = threads_of(x), k->call = *call;
+    if (g)
+        k->g = *g;
+    for (int n = range_of[k->pass].first; n < range_of[k->pass].end; n++) {
         const heed_tensor *t = tensor_at(&k->call.problem.a, &k->call.problem.g, n);
         uintptr_t begin = 0, end = 0;
         if (t->data && heed_elements(t) > 0)

@@ -3,7 +3,7 @@
 #ifndef HEED_CALL_H
 #define HEED_CALL_H
 
-#include "view.h"
+#include "memory.h"
 
 /* The arguments that say what is to be computed, in the order in which every function of the module takes them. */
 typedef enum argument {
@@ -76,8 +76,8 @@ int call_view_heads(call *c, PyObject *object, const char *name, heed_tensor *t)
 /* New tensors of q's library on q's device, put into a and g: o, like q with v's columns; lse. NULL: an exception is set. */
 PyObject *call_new_o(call *c);
 PyObject *call_new_lse(call *c);
-/* Both, which may share memory. -1: an exception is set, and those that are not NULL have been made. */
-int call_new_o_and_lse(call *c, PyObject **o, PyObject **lse);
+/* o, and lse in memory that Python does not see. NULL without an exception: that cannot be here. */
+PyObject *call_new_o_with_hidden_lse(call *c, memory_hidden *lse);
 /* The gradients that are wanted of arguments that are there; the others become NULL. in_one: they may share memory. -1: an
  * exception is set, and those that are not NULL have been made. */
 int call_new_gradients(call *c, PyObject *const *args, const int *wants, int in_one, PyObject **gradients);

@@ -9,9 +9,14 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* A std::vector, as far as it matters here. */
+/* A std::vector and a std::deque, as far as they matter here. */
 struct libtorch_vector {
     const void *begin, *end;
+};
+struct libtorch_deque {
+    const void *map;
+    size_t map_size;
+    const void *begin[4], *end[4];
 };
 
 extern struct libtorch {
@@ -30,7 +35,8 @@ extern struct libtorch {
     bool (*autocast_enabled)(int8_t device_type);            /* at::autocast::is_autocast_enabled(c10::DeviceType) */
     int64_t (*dispatch_modes)(void);                         /* c10::impl::TorchDispatchModeTLS::stack_len() */
     const struct libtorch_vector *(*functorch_layers)(void); /* at::functorch::getDynamicLayerStack() */
-    bool makes_tensors;                                      /* all that it takes is there */
+    const struct libtorch_deque *(*saved_hooks)(void); /* at::SavedTensorDefaultHooks::get_tls_state(): its first */
+    bool makes_tensors;                                /* all that it takes is there */
 } libtorch;
 
 void libtorch_find(void);

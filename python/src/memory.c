@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 PyObject *memory_empty_function, *memory_stream_function;
 PyObject *memory_torch_empty_strided, *memory_torch_dtypes;
@@ -139,24 +140,36 @@ PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data)
     return result;
 }
 
+enum { SMALL = 1 << 20, ALIGNED = 256 }; /* bytes; what starts at such a multiple suits every kernel */
+
+static int64_t aligned_bytes_of(const form *f) { return (bytes_of(f) + ALIGNED - 1) / ALIGNED * ALIGNED; }
+
+/* One piece of a GPU's memory, as an at::Tensor of bytes; NULL where it would not be small. */
+static void *new_piece(const view *v, int64_t bytes, void **base)
+{
+    const form all = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .shape = { bytes }, .stride = { 1 } };
+    return libtorch.makes_tensors && libtorch.part_of && bytes && bytes <= SMALL ? new_tensor(v, &all, base) : NULL;
+}
+
+/* What begins at that byte of it, for Python. */
+static PyObject *part_of_piece(void *piece, int64_t offset, const form *f)
+{
+    void *part;
+    if (libtorch.part_of(piece, offset, type_of(f->dtype), f->ndim, f->shape, f->stride, &part))
+        return NULL;
+    return to_object(part);
+}
+
 int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, void **data, PyObject **made)
 {
-    enum { MOST = 1 << 20, ALIGNED = 256 }; /* bytes; what starts at such a multiple suits every kernel */
-    if (!libtorch.makes_tensors || !libtorch.part_of || v->device.type != DL_CUDA || !of_exchange(like))
-        return -1;
-    form all = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .stride = { 1 } };
+    int64_t bytes = 0, offset = 0;
     for (int n = 0; n < count; n++)
-        all.shape[0] += (bytes_of(&f[n]) + ALIGNED - 1) / ALIGNED * ALIGNED;
-    void *base, *part, *memory = all.shape[0] && all.shape[0] <= MOST ? new_tensor(v, &all, &base) : NULL;
-    int64_t offset = 0;
+        bytes += aligned_bytes_of(&f[n]);
+    void *base, *memory = v->device.type == DL_CUDA && of_exchange(like) ? new_piece(v, bytes, &base) : NULL;
     int done = 0;
-    for (; memory && done < count; done++) {
-        const form *p = &f[done];
-        if (libtorch.part_of(memory, offset, type_of(p->dtype), p->ndim, p->shape, p->stride, &part) ||
-            !(made[done] = to_object(part)))
-            break;
+    for (; memory && done < count && (made[done] = part_of_piece(memory, offset, &f[done])); done++) {
         data[done] = (char *)base + offset;
-        offset += (bytes_of(p) + ALIGNED - 1) / ALIGNED * ALIGNED;
+        offset += aligned_bytes_of(&f[done]);
     }
     if (memory)
         libtorch.delete_tensor(memory);
@@ -166,6 +179,54 @@ int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, v
         Py_CLEAR(made[done]);
     PyErr_Clear();
     return -1;
+}
+
+PyObject *memory_new_with_hidden(PyObject *like, const view *v, const form *f, void **data, memory_hidden *h)
+{
+    const int64_t before = aligned_bytes_of(f), bytes = bytes_of(&h->form);
+    PyObject *made = NULL;
+    h->data = h->owner = NULL;
+    if (!of_exchange(like) || before + bytes > SMALL)
+        return NULL;
+    if (v->device.type != DL_CUDA) {
+        if ((h->data = malloc((size_t)bytes)) && !(made = memory_new(like, v, f, data)))
+            memory_drop(h);
+        return made;
+    }
+    if (!(h->owner = new_piece(v, before + bytes, data)))
+        return NULL;
+    h->data = (char *)*data + before;
+    if (!(made = part_of_piece(h->owner, 0, f)))
+        memory_drop(h), PyErr_Clear();
+    return made;
+}
+
+PyObject *memory_show(PyObject *like, const memory_hidden *h)
+{
+    view v;
+    void *data;
+    if (h->owner)
+        return libtorch.data_of(h->owner, &data) ? NULL
+                                                 : part_of_piece(h->owner, (char *)h->data - (char *)data, &h->form);
+    if (view_open(&v, like, "q", 0))
+        return NULL;
+    PyObject *copy = memory_new(like, &v, &h->form, &data);
+    view_close(&v);
+    if (!copy || (!data && (view_open(&v, copy, "lse", 1) || (data = v.data, view_close(&v), 0)))) {
+        Py_XDECREF(copy);
+        return NULL;
+    }
+    memcpy(data, h->data, (size_t)bytes_of(&h->form));
+    return copy;
+}
+
+void memory_drop(memory_hidden *h)
+{
+    if (h->owner)
+        libtorch.delete_tensor(h->owner);
+    else
+        free(h->data);
+    h->data = h->owner = NULL;
 }
 
 PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data)

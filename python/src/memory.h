@@ -25,6 +25,20 @@ PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data);
 /* Several in one piece of a GPU's memory, as to allocate there takes its time. Only where they are small: it is not free
  * before all of them are gone. -1: they were not made, and no exception is set. */
 int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, void **data, PyObject **made);
+
+/* Memory that Python does not see: to make a tensor takes longer than to attend to a few rows. On a GPU it lies behind a
+ * tensor that is seen. Only where it is small: it stays until the graph is gone. */
+typedef struct memory_hidden {
+    form form;
+    void *data;  /* NULL: there is none */
+    void *owner; /* on a GPU: an at::Tensor * of both */
+} memory_hidden;
+/* Like memory_new(), with hidden memory of the form h->form beside it. NULL without an exception: it cannot be. */
+PyObject *memory_new_with_hidden(PyObject *like, const view *v, const form *f, void **data, memory_hidden *h);
+/* A tensor of that memory, or of a copy of it. */
+PyObject *memory_show(PyObject *like, const memory_hidden *h);
+void memory_drop(memory_hidden *h);
+
 /* Device memory, aligned, as a tensor that the caller drops when the work has been queued. */
 PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data);
 int memory_stream(PyObject *like, int device, void **stream);

@@ -44,7 +44,8 @@ static PyObject *backward(PyObject *module, PyObject *const *p, Py_ssize_t n)
             return NULL;
     }
     PyObject *made[GRADIENTS], *result;
-    if (torch_gradients(p[0], p[1], p[2], p[3], wants, 0, p + 5, made))
+    const torch_given given = { .d_o = p[0], .d_lse = p[1], .o = p[2], .lse = p[3] };
+    if (torch_gradients(&given, wants, 0, p + 5, made))
         return NULL;
     result = PyTuple_Pack(GRADIENTS, made[0], made[1], made[2], made[3], made[4]);
     for (int i = 0; i < GRADIENTS; i++)

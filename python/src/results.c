@@ -52,53 +52,50 @@ static form form_of_lse(const call *c)
     return f;
 }
 
-static PyObject *new_o(call *c, const form *f)
+/* data: where o lies, or NULL where that has to be asked. */
+static int put_o(call *c, PyObject *o, const form *f, void *data)
 {
-    void *data;
-    PyObject *o = memory_new(c->like, &c->q, f, &data);
-    if (o && data)
-        c->a.o = tensor_of(data, c->a.q.dtype, f, call_layouts[c->layout].axis);
-    else if (o && call_view(c, o, "o", 1, &c->a.o))
-        Py_CLEAR(o);
-    return o;
-}
-
-static PyObject *new_lse(call *c, const form *f)
-{
-    void *data;
-    PyObject *lse = memory_new(c->like, &c->q, f, &data);
-    if (lse && data)
-        c->a.lse = tensor_of(data, type_of_lse(c), f, call_row_axes[c->layout == THD]);
-    else if (lse && call_view_rows(c, lse, "lse", &c->a.lse))
-        Py_CLEAR(lse);
-    return lse;
+    if (!data)
+        return call_view(c, o, "o", 1, &c->a.o);
+    c->a.o = tensor_of(data, c->a.q.dtype, f, call_layouts[c->layout].axis);
+    return 0;
 }
 
 PyObject *call_new_o(call *c)
 {
     const form f = form_of_o(c);
-    return new_o(c, &f);
+    void *data;
+    PyObject *o = memory_new(c->like, &c->q, &f, &data);
+    if (o && put_o(c, o, &f, data))
+        Py_CLEAR(o);
+    return o;
 }
 
 PyObject *call_new_lse(call *c)
 {
     const form f = form_of_lse(c);
-    return new_lse(c, &f);
+    void *data;
+    PyObject *lse = memory_new(c->like, &c->q, &f, &data);
+    if (lse && data)
+        c->a.lse = tensor_of(data, type_of_lse(c), &f, call_row_axes[c->layout == THD]);
+    else if (lse && call_view_rows(c, lse, "lse", &c->a.lse))
+        Py_CLEAR(lse);
+    return lse;
 }
 
-int call_new_o_and_lse(call *c, PyObject **o, PyObject **lse)
+PyObject *call_new_o_with_hidden_lse(call *c, memory_hidden *lse)
 {
-    const form f[2] = { form_of_o(c), form_of_lse(c) };
-    PyObject *made[2];
-    void *data[2];
-    if (!memory_new_in_one(c->like, &c->q, f, 2, data, made)) {
-        *o = made[0], *lse = made[1];
-        c->a.o = tensor_of(data[0], c->a.q.dtype, &f[0], call_layouts[c->layout].axis);
-        c->a.lse = tensor_of(data[1], type_of_lse(c), &f[1], call_row_axes[c->layout == THD]);
-        return 0;
+    const form f = form_of_o(c);
+    void *data;
+    lse->form = form_of_lse(c);
+    PyObject *o = memory_new_with_hidden(c->like, &c->q, &f, &data, lse);
+    if (o && put_o(c, o, &f, data)) {
+        Py_CLEAR(o);
+        memory_drop(lse);
     }
-    *lse = NULL;
-    return (*o = new_o(c, &f[0])) && (*lse = new_lse(c, &f[1])) ? 0 : -1;
+    if (o)
+        c->a.lse = tensor_of(lse->data, type_of_lse(c), &lse->form, call_row_axes[c->layout == THD]);
+    return o;
 }
 
 /* ---- Gradients -------------------------------------------------------------------------------------------------- */

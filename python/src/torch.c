@@ -30,10 +30,12 @@ static const argument tensors[] = { ARG_Q,
                                     ARG_DROPOUT_SEED };
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
-/* The arguments of a call, from the autograd function's forward to its backward; NULL for the tensors, which autograd
- * keeps. */
+/* What goes from the autograd function's forward to its backward: the arguments, NULL for the tensors, which autograd keeps;
+ * and lse, where it is hidden memory. */
 typedef struct pack {
     PyObject_HEAD PyObject *args[ARGUMENTS];
+    heed_tensor lse;
+    memory_hidden hidden;
 } pack;
 static PyTypeObject *pack_type;
 PyObject *torch_backward_type;
@@ -42,8 +44,19 @@ static void pack_free(PyObject *self)
 {
     for (int n = 0; n < ARGUMENTS; n++)
         Py_XDECREF(((pack *)self)->args[n]);
+    memory_drop(&((pack *)self)->hidden);
     PyObject_Free(self);
     Py_DECREF(pack_type);
+}
+
+static pack *new_pack(void)
+{
+    pack *p = PyObject_New(pack, pack_type);
+    if (p) {
+        memset(p->args, 0, sizeof p->args);
+        p->hidden.data = p->hidden.owner = NULL;
+    }
+    return p;
 }
 
 static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t n);
@@ -158,6 +171,13 @@ static int has_tangents(void)
     return !level || PyLong_AsLong(level) >= 0;
 }
 
+/* Somebody wants to see what is saved for a backward, to move it elsewhere or to compute it anew. */
+static int has_saved_hooks(void)
+{
+    const struct libtorch_deque *hooks = libtorch.saved_hooks ? libtorch.saved_hooks() : NULL;
+    return !hooks || hooks->begin[0] != hooks->end[0];
+}
+
 /* Tensors, not of a subclass, and no autocast, tracing or dispatch mode that would have to see the operation. */
 static int is_ordinary(PyObject *const *args)
 {
@@ -210,8 +230,8 @@ static int is_real(const call *c, PyObject *const *args)
 /* Set where the last call of compute() on this thread failed before it had done anything. */
 static _Thread_local int not_understood;
 
-/* o, and lse where wanted, as new references. in_one: they may share memory. */
-static int compute(PyObject *const *args, int want_lse, int in_one, PyObject **o, PyObject **lse)
+/* o, and lse where wanted, as new references. keep: where lse may go instead, if it can be hidden. */
+static int compute(PyObject *const *args, int want_lse, pack *keep, PyObject **o, PyObject **lse)
 {
     call c;
     int bad = call_open(&c, args);
@@ -221,10 +241,10 @@ static int compute(PyObject *const *args, int want_lse, int in_one, PyObject **o
         bad = -1;
     }
     not_understood = bad;
-    if (!bad && in_one)
-        bad = call_new_o_and_lse(&c, o, lse);
+    if (!bad && keep && (*o = call_new_o_with_hidden_lse(&c, &keep->hidden)))
+        keep->lse = c.a.lse;
     else if (!bad)
-        bad = !(*o = call_new_o(&c)) || (want_lse && !(*lse = call_new_lse(&c)));
+        bad = PyErr_Occurred() || !(*o = call_new_o(&c)) || (want_lse && !(*lse = call_new_lse(&c)));
     bad = bad || call_forward(&c);
     call_close(&c);
     if (bad) {
@@ -262,7 +282,7 @@ PyObject *torch_apply(PyObject *module, PyObject *const *p, Py_ssize_t n)
 static PyObject *without_autograd(PyObject *return_lse, PyObject *const *args)
 {
     PyObject *o, *lse, *result;
-    if (compute(args, return_lse == Py_True, 0, &o, &lse))
+    if (compute(args, return_lse == Py_True, NULL, &o, &lse))
         return NULL;
     if (!lse)
         return o;
@@ -349,13 +369,10 @@ PyObject *torch_attention_with(PyObject *module, PyObject *const *p, Py_ssize_t 
 
 /* Tensors go through save_for_backward, which watches for changes in place and lets hooks move them; the other arguments
  * stay in ctx.options. */
-static int remember(PyObject *ctx, const request *r, PyObject *o, PyObject *lse)
+static int remember(PyObject *ctx, const request *r, pack *others, PyObject *o, PyObject *lse)
 {
     PyObject *kept[2 + TENSORS] = { o, lse };
-    int count = 2;
-    pack *others = PyObject_New(pack, pack_type);
-    if (!others)
-        return -1;
+    int count = lse ? 2 : 1;
     memcpy(others->args, r->args, sizeof others->args);
     for (int n = 0; n < TENSORS; n++)
         if (is_plain(r->args[tensors[n]])) {
@@ -373,7 +390,6 @@ static int remember(PyObject *ctx, const request *r, PyObject *o, PyObject *lse)
               PyObject_SetAttr(ctx, s_options, (PyObject *)others) ||
               (r->return_lse && PyObject_SetAttr(ctx, s_materialize_grads, Py_False));
     Py_XDECREF(tuple);
-    Py_DECREF(others);
     return bad;
 }
 
@@ -387,23 +403,29 @@ PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_
         PyErr_SetString(PyExc_TypeError, "function_forward: expected to be called by apply()");
         return NULL;
     }
-    if (compute(r->args, 1, !r->return_lse, &o, &lse))
+    pack *others = new_pack();
+    if (!others || compute(r->args, 1, r->return_lse || has_saved_hooks() ? NULL : others, &o, &lse)) {
+        Py_XDECREF((PyObject *)others);
         return NULL;
-    if (!remember(p[0], r, o, lse))
+    }
+    if (!remember(p[0], r, others, o, lse))
         result = r->return_lse ? PyTuple_Pack(2, o, lse) : (Py_INCREF(o), o);
+    Py_DECREF(others);
     Py_DECREF(o);
-    Py_DECREF(lse);
+    Py_XDECREF(lse);
     return result;
 }
 
-int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants, int in_one,
-                    PyObject *const *args, PyObject **made)
+int torch_gradients(const torch_given *given, const int *wants, int in_one, PyObject *const *args, PyObject **made)
 {
     call c;
     memset(&c.g, 0, sizeof c.g);
-    int bad = call_open(&c, args) || call_view(&c, o, "o", 0, &c.a.o) || call_view_rows(&c, lse, "lse", &c.a.lse) ||
-              call_view(&c, d_o, "do", 0, &c.g.d_o) ||
-              (d_lse != Py_None && call_view_rows(&c, d_lse, "dlse", &c.g.d_lse));
+    int bad = call_open(&c, args) || call_view(&c, given->o, "o", 0, &c.a.o) ||
+              (given->lse && call_view_rows(&c, given->lse, "lse", &c.a.lse)) ||
+              call_view(&c, given->d_o, "do", 0, &c.g.d_o) ||
+              (given->d_lse != Py_None && call_view_rows(&c, given->d_lse, "dlse", &c.g.d_lse));
+    if (given->hidden)
+        c.a.lse = *given->hidden;
     for (int n = 0; bad && n < GRADIENTS; n++)
         made[n] = NULL;
     bad = bad || call_new_gradients(&c, args, wants, in_one, made) || call_backward(&c);
@@ -418,17 +440,18 @@ int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, 
 }
 
 /* What remember() kept, put together again. The references in args are borrowed from the other two, which are new. */
-static int recall(PyObject *ctx, PyObject **kept, PyObject **options, PyObject **args)
+static int recall(PyObject *ctx, PyObject **kept, pack **others, PyObject **args)
 {
     *kept = PyObject_GetAttr(ctx, s_saved_tensors);
-    *options = *kept ? PyObject_GetAttr(ctx, s_options) : NULL;
-    if (!*options || Py_TYPE(*options) != pack_type) {
+    PyObject *options = *kept ? PyObject_GetAttr(ctx, s_options) : NULL;
+    if (!options || Py_TYPE(options) != pack_type) {
         Py_CLEAR(*kept);
-        Py_CLEAR(*options);
+        Py_XDECREF(options);
         return -1;
     }
-    int next = 2;
-    memcpy(args, ((pack *)*options)->args, ARGUMENTS * sizeof *args);
+    *others = (pack *)options;
+    int next = (*others)->hidden.data ? 1 : 2;
+    memcpy(args, (*others)->args, ARGUMENTS * sizeof *args);
     for (int n = 0; n < TENSORS; n++)
         if (!args[tensors[n]])
             args[tensors[n]] = PyTuple_GetItem(*kept, next++);
@@ -438,18 +461,24 @@ static int recall(PyObject *ctx, PyObject **kept, PyObject **options, PyObject *
 PyObject *torch_function_state(PyObject *module, PyObject *ctx)
 {
     (void)module;
-    PyObject *kept, *options, *args[ARGUMENTS], *result = NULL;
-    if (recall(ctx, &kept, &options, args))
+    pack *others;
+    PyObject *kept, *args[ARGUMENTS], *lse, *result = NULL;
+    if (recall(ctx, &kept, &others, args))
         return NULL;
     PyObject *arguments = PyTuple_New(ARGUMENTS);
     for (int n = 0; arguments && n < ARGUMENTS; n++) {
         Py_INCREF(args[n]);
         PyTuple_SetItem(arguments, n, args[n]);
     }
-    if (arguments)
-        result = PyTuple_Pack(3, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), arguments);
+    if (others->hidden.data)
+        lse = memory_show(args[ARG_Q], &others->hidden);
+    else
+        Py_INCREF(lse = PyTuple_GetItem(kept, 1));
+    if (arguments && lse)
+        result = PyTuple_Pack(3, PyTuple_GetItem(kept, 0), lse, arguments);
     Py_DECREF(kept);
-    Py_DECREF(options);
+    Py_DECREF(others);
+    Py_XDECREF(lse);
     Py_XDECREF(arguments);
     return result;
 }
@@ -465,22 +494,28 @@ static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t
     if (d_o == Py_None || grad_enabled()) /* only lse was used; or a graph of the backward is wanted */
         return PyObject_CallFunctionObjArgs(backward_otherwise, ctx, d_o, d_lse, NULL);
 
-    PyObject *kept, *options, *args[ARGUMENTS], *made[GRADIENTS], *result = NULL;
-    if (recall(ctx, &kept, &options, args))
+    pack *others;
+    PyObject *kept, *args[ARGUMENTS], *made[GRADIENTS], *result = NULL;
+    if (recall(ctx, &kept, &others, args))
         return NULL;
+    torch_given given = { .d_o = d_o, .d_lse = d_lse, .o = PyTuple_GetItem(kept, 0) };
+    if (others->hidden.data)
+        given.hidden = &others->lse;
+    else
+        given.lse = PyTuple_GetItem(kept, 1);
     PyObject *needs = PyObject_GetAttr(ctx, s_needs_input_grad);
     if (needs) {
         int inputs = (int)PyTuple_Size(needs), wants[GRADIENTS];
         for (int i = 0; i < GRADIENTS; i++)
             wants[i] = i < inputs && PyTuple_GetItem(needs, i) == Py_True;
-        if (!torch_gradients(d_o, d_lse, PyTuple_GetItem(kept, 0), PyTuple_GetItem(kept, 1), wants, 1, args, made)) {
+        if (!torch_gradients(&given, wants, 1, args, made)) {
             result = PyTuple_Pack(inputs, made[0], made[1], made[2], made[3], made[4]);
             for (int i = 0; i < GRADIENTS; i++)
                 Py_DECREF(made[i]);
         }
     }
     Py_DECREF(kept);
-    Py_DECREF(options);
+    Py_DECREF(others);
     Py_XDECREF(needs);
     return result;
 }

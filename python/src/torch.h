@@ -30,9 +30,15 @@ extern PyObject *torch_backward_type;
 /* (o, lse, arguments) of the call that ctx remembers. */
 PyObject *torch_function_state(PyObject *module, PyObject *ctx);
 
+/* What a backward gets beside the arguments. */
+typedef struct torch_given {
+    PyObject *d_o, *d_lse, *o; /* d_lse may be None */
+    PyObject *lse;             /* or */
+    const heed_tensor *hidden; /* the same in memory that Python does not see */
+} torch_given;
+
 /* The gradients that are wanted into made, as new references; None in the place of the others. in_one: they may share
  * memory. */
-int torch_gradients(PyObject *d_o, PyObject *d_lse, PyObject *o, PyObject *lse, const int *wants, int in_one,
-                    PyObject *const *args, PyObject **made);
+int torch_gradients(const torch_given *given, const int *wants, int in_one, PyObject *const *args, PyObject **made);
 
 #endif
