@@ -1,18 +1,18 @@
 """The front door: names, defaults and documentation. What happens behind it:
 
-_C.attention_with, _C.attention    PyTorch tensors in an ordinary context: everything in C, autograd included
+_C              PyTorch tensors in an ordinary context: everything in C, autograd included
 _torch.py       PyTorch otherwise: torch.compile, autocast, vmap, subclasses, unusual types
 _arrays.py      NumPy and other arrays
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from heed import _C, _arrays
+from heed import _C, _arrays, _compile
 from heed._arguments import Arguments
 
 Window = tuple["int | None", "int | None"]
@@ -60,16 +60,12 @@ _C.use(_attention, _empty, _stream, Arguments._fields, (None, None, None, *Argum
 
 
 def _quick(function: Call) -> Call:
-    """The same function, without Python's time for all the defaults: the extension has them too."""
-    known = _C.attention_with
-
-    @functools.wraps(function)
-    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        if _compiling():
-            return function(q, k, v, **options)
-        return known(function, q, k, v, options)
-
-    return call  # type: ignore[return-value]
+    """The same function in C, without Python's time for all the arguments; torch.compile still looks into this one."""
+    plain = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+    doc = f"{function.__name__}{inspect.Signature(plain)}\n--\n\n{inspect.cleandoc(function.__doc__ or '')}"
+    quick = _C.front(function, "heed", doc)
+    _compile.when_used(quick, function)
+    return quick  # type: ignore[return-value]
 
 
 @_quick

@@ -148,7 +148,7 @@ static PyMethodDef methods[] = {
     { "merge", FAST(parts_merge), NULL },
     { "delta", FAST(parts_delta), NULL },
     { "attention", FAST(torch_attention), NULL },
-    { "attention_with", FAST(torch_attention_with), NULL },
+    { "front", torch_front, METH_VARARGS, NULL },
     { "apply", FAST(torch_apply), NULL },
     { "function_forward", FAST(torch_function_forward), NULL },
     { "function_state", torch_function_state, METH_O, NULL },

@@ -327,42 +327,72 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
     return result;
 }
 
-/* Puts options where they belong among the arguments. Names come from the caller's code and are the same objects as ours,
- * so that one that is not is best looked at by Python. */
-static int place_options(PyObject *options, PyObject **return_lse, PyObject **args)
+/* ---- The function that users call --------------------------------------------------------------------------------- */
+
+static PyObject *front; /* what it is in Python */
+
+/* Puts named arguments where they belong. Names come from the caller's code and are the same objects as ours, so that one
+ * that is not is best looked at by Python. */
+static int place_named(PyObject *const *values, PyObject *names, Py_ssize_t given, PyObject **return_lse,
+                       PyObject **args)
 {
-    PyObject *name, *value;
-    Py_ssize_t at = 0;
-    while (PyDict_Next(options, &at, &name, &value)) {
-        int n = ARG_LAYOUT;
+    for (Py_ssize_t i = 0, count = PyTuple_Size(names); i < count; i++) {
+        PyObject *name = PyTuple_GetItem(names, i);
+        int n = (int)given;
         while (n <= ARG_PRECISION && name != call_names[n])
             n++;
         if (n <= ARG_PRECISION)
-            args[n] = value;
+            args[n] = values[i];
         else if (name == s_return_lse)
-            *return_lse = value;
+            *return_lse = values[i];
         else
             return -1;
     }
     return 0;
 }
 
-PyObject *torch_attention_with(PyObject *module, PyObject *const *p, Py_ssize_t n)
+static PyObject *call_front(PyObject *const *p, Py_ssize_t given, PyObject *names)
+{
+    PyObject *args = PyTuple_New(given), *named = PyDict_New(), *result = NULL;
+    int bad = !args || !named;
+    for (Py_ssize_t i = 0; !bad && i < given; i++) {
+        Py_INCREF(p[i]);
+        bad = PyTuple_SetItem(args, i, p[i]);
+    }
+    for (Py_ssize_t i = 0; !bad && names && i < PyTuple_Size(names); i++)
+        bad = PyDict_SetItem(named, PyTuple_GetItem(names, i), p[given + i]);
+    if (!bad)
+        result = PyObject_Call(front, args, named);
+    Py_XDECREF(args);
+    Py_XDECREF(named);
+    return result;
+}
+
+static PyObject *attention(PyObject *module, PyObject *const *p, Py_ssize_t n, PyObject *names)
 {
     (void)module;
-    if (call_count("attention_with", n, 5))
+    PyObject *args[ARGUMENTS], *return_lse = Py_False, *result;
+    if (n <= ARG_V + 1) {
+        memcpy(args, call_defaults, sizeof args);
+        memcpy(args, p, (size_t)n * sizeof *p);
+        if ((!names || !place_named(p + n, names, n, &return_lse, args)) &&
+            (return_lse == Py_False || return_lse == Py_True) &&
+            ((result = quick(return_lse, args)) || PyErr_Occurred()))
+            return result;
+    }
+    return call_front(p, n, names);
+}
+
+PyObject *torch_front(PyObject *module, PyObject *p)
+{
+    static PyMethodDef method = { "attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL | METH_KEYWORDS,
+                                  NULL };
+    (void)module;
+    PyObject *name, *doc;
+    if (!PyArg_ParseTuple(p, "OUO", &front, &name, &doc) || !(method.ml_doc = PyUnicode_AsUTF8AndSize(doc, NULL)))
         return NULL;
-    PyObject *args[ARGUMENTS], *return_lse = Py_False, *result = NULL;
-    memcpy(args, call_defaults, sizeof args);
-    args[ARG_Q] = p[1], args[ARG_K] = p[2], args[ARG_V] = p[3];
-    if (!place_options(p[4], &return_lse, args) && (return_lse == Py_False || return_lse == Py_True) &&
-        ((result = quick(return_lse, args)) || PyErr_Occurred()))
-        return result;
-    PyObject *inputs = PyTuple_Pack(3, p[1], p[2], p[3]);
-    if (inputs)
-        result = PyObject_Call(p[0], inputs, p[4]);
-    Py_XDECREF(inputs);
-    return result;
+    Py_INCREF(p); /* and with it all of them, for good */
+    return PyCFunction_NewEx(&method, NULL, name);
 }
 
 /* ---- The autograd function -------------------------------------------------------------------------------------- */
