@@ -120,12 +120,14 @@ def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tu
 # ---- Autograd ----------------------------------------------------------------------------------------------------------
 
 
-class _Attention(torch.autograd.Function):
+_AT_HAND: dict[str, Any] = {}  # of _Attention: what PyTorch asks for in each call
+_QuickClass: Any = _C.quick_class(type(torch.autograd.Function), _AT_HAND)
+
+
+class _Attention(torch.autograd.Function, metaclass=_QuickClass):
     """Inputs: q, k, v, and, where one of them is not None, bias and sink. _C.apply calls it."""
 
     forward = staticmethod(_C.function_forward)
-    # PyTorch asks for these in each call, by a name that it makes anew and so cannot find quickly in a base class.
-    setup_context = staticmethod(torch.autograd.Function.setup_context)
     clear_saved_tensors_on_access = boxed_grads_call = False
 
 
@@ -137,6 +139,8 @@ class _AttentionBackward(_C.Backward, _Attention._backward_cls):  # type: ignore
 
 
 _Attention._backward_cls = _AttentionBackward
+for _name in ("setup_context", "_backward_cls", "clear_saved_tensors_on_access", "boxed_grads_call", "forward"):
+    _AT_HAND[_name] = getattr(_Attention, _name)
 
 
 def _backward_otherwise(ctx: Any, do: Any, dlse: Any) -> Any:

@@ -151,6 +151,7 @@ static PyMethodDef methods[] = {
     { "front", torch_front, METH_VARARGS, NULL },
     { "apply", FAST(torch_apply), NULL },
     { "function_forward", FAST(torch_function_forward), NULL },
+    { "quick_class", torch_quick_class, METH_VARARGS, NULL },
     { "function_state", torch_function_state, METH_O, NULL },
     { "use", use, METH_VARARGS, NULL },
     { "use_torch", torch_use, METH_VARARGS, NULL },

@@ -446,6 +446,32 @@ PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_
     return result;
 }
 
+/* A class of classes whose attributes are found in a dict first. PyTorch asks the autograd function for five of them in each
+ * call, by names that it makes anew, which Python looks for in every base, and in those of the class's class before. */
+static PyObject *at_hand;
+static PyObject *(*get_attribute)(PyObject *type, PyObject *name);
+
+static PyObject *get_at_hand(PyObject *type, PyObject *name)
+{
+    PyObject *value = PyDict_GetItemWithError(at_hand, name);
+    if (value)
+        Py_INCREF(value);
+    return value || PyErr_Occurred() ? value : get_attribute(type, name);
+}
+
+PyObject *torch_quick_class(PyObject *module, PyObject *p)
+{
+    (void)module;
+    PyType_Slot slots[] = { { Py_tp_getattro, get_at_hand }, { 0, NULL } };
+    PyType_Spec spec = { "heed._C.QuickClass", 0, 0, Py_TPFLAGS_DEFAULT, slots };
+    PyObject *base;
+    if (!PyArg_ParseTuple(p, "O!O!", &PyType_Type, &base, &PyDict_Type, &at_hand))
+        return NULL;
+    Py_INCREF(at_hand); /* for good */
+    *(void **)&get_attribute = PyType_GetSlot(&PyType_Type, Py_tp_getattro);
+    return PyType_FromSpecWithBases(&spec, base);
+}
+
 int torch_gradients(const torch_given *given, const int *wants, int in_one, PyObject *const *args, PyObject **made)
 {
     call c;

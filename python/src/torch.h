@@ -27,6 +27,9 @@ PyObject *torch_apply(PyObject *module, PyObject *const *p, Py_ssize_t n);
 PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_t n);
 extern PyObject *torch_backward_type;
 
+/* quick_class(metaclass, dict): a metaclass of the same kind, whose one class has what is in the dict as attributes. */
+PyObject *torch_quick_class(PyObject *module, PyObject *p);
+
 /* (o, lse, arguments) of the call that ctx remembers. */
 PyObject *torch_function_state(PyObject *module, PyObject *ctx);
 
