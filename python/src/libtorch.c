@@ -30,6 +30,7 @@ void libtorch_find(void)
         { &libtorch.autocast_enabled, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE" },
         { &libtorch.dispatch_modes, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv" },
         { &libtorch.functorch_layers, "_ZN2at9functorch20getDynamicLayerStackEv" },
+        { &libtorch.forward_levels, "_ZN5torch8autograd14ForwardADLevel13has_any_levelEv" },
         { &libtorch.saved_hooks, "_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv" },
     };
     for (size_t n = 0; n < sizeof functions / sizeof *functions; n++)

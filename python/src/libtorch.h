@@ -36,6 +36,7 @@ extern struct libtorch {
     int64_t (*dispatch_modes)(void);                         /* c10::impl::TorchDispatchModeTLS::stack_len() */
     const struct libtorch_vector *(*functorch_layers)(void); /* at::functorch::getDynamicLayerStack() */
     const struct libtorch_deque *(*saved_hooks)(void); /* at::SavedTensorDefaultHooks::get_tls_state(): its first */
+    bool (*forward_levels)(void);                      /* torch::autograd::ForwardADLevel::has_any_level() */
     bool makes_tensors;                                /* all that it takes is there */
 } libtorch;
 

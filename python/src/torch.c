@@ -167,6 +167,8 @@ static int has_transforms(void)
 /* Inside torch.autograd.forward_ad.dual_level() tensors may carry a tangent. */
 static int has_tangents(void)
 {
+    if (libtorch.forward_levels)
+        return libtorch.forward_levels();
     PyObject *level = PyDict_GetItemWithError(forward_ad, s_current_level);
     return !level || PyLong_AsLong(level) >= 0;
 }
