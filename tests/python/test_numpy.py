@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +146,27 @@ print(compiled(x, x, x).sum().item(), heed.attention(x, x, x).sum().item())
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "8.0 8.0"
+
+
+def test_attention_is_a_function_like_any_other():
+    """It is one of C; what Python does with functions works all the same."""
+    parameters = inspect.signature(heed.attention).parameters
+    assert list(parameters)[:4] == ["q", "k", "v", "layout"] and parameters["layout"].default == "bhsd"
+    assert set(parameters) - {"return_lse"} <= set(heed._arguments.Arguments._fields)
+    assert heed.attention.__name__ == "attention" and "Shapes" in heed.attention.__doc__
+    assert pickle.loads(pickle.dumps(heed.attention)) is copy.deepcopy(heed.attention) is heed.attention
+    x = np.random.default_rng(0).standard_normal((1, 2, 3, 4), np.float32)
+    np.testing.assert_array_equal(
+        heed.attention(x, x, v=x, **{"causal": True}), heed.attention(q=x, k=x, v=x, causal=True)
+    )
+    for arguments, named, text in (
+        ((x, x), {}, "missing 1 required positional argument: 'v'"),
+        ((x, x, x, x), {}, "takes 3 positional arguments but 4 were given"),
+        ((x, x, x), {"q": x}, "multiple values for argument 'q'"),
+        ((x, x, x), {"colour": 1}, "unexpected keyword argument 'colour'"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            heed.attention(*arguments, **named)
 
 
 def test_the_stubs_of_the_extension_are_complete():
