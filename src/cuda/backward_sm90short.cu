@@ -286,21 +286,15 @@ __device__ static void own_keys(backward_room &room, const args &a, int b, int h
     }
 }
 
-/* The first k_blocks, which have more to do, own keys, k_tiles of them each. */
-struct division {
-    int k_blocks, k_tiles, q_tiles, blocks_last;
-};
-
 template <class T, bool GENERAL>
 __global__ void __launch_bounds__(SHORT_THREADS, 2)
-    backward_sm90short(const __grid_constant__ args a, const __grid_constant__ division by, int most)
+    backward_sm90short(const __grid_constant__ args a, const __grid_constant__ short_division by, int most)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
     auto &room = *(backward_room *)memory;
-    const int block = by.blocks_last ? blockIdx.z : blockIdx.y, x = blockIdx.x,
-              y = by.blocks_last ? blockIdx.y : blockIdx.z;
-    const int b = a.B >= a.Hq ? x : y, h = a.B >= a.Hq ? y : x; /* as in grid_of() */
+    int b, h;
+    const int block = own_block(by, a, b, h);
     let_next_start();
     if (block >= by.k_blocks)
         own_queries<T, GENERAL>(room, a, b, h, (block - by.k_blocks) * by.q_tiles * SHORT_OWN, by.q_tiles, most);
@@ -313,19 +307,12 @@ __global__ void __launch_bounds__(SHORT_THREADS, 2)
 
 template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
-    const bool general = is_general(a);
-    const int keys = keys_of(a), most = (int)tiles_of(HEED_MAX(keys, a.Sq), MEET) * MEET, units = plan->device.units;
-    const int64_t q_tiles = a.d_q.data ? tiles_of(a.Sq, SHORT_OWN) : 0,
-                  k_tiles = a.d_k.data || a.d_v.data ? tiles_of(keys, SHORT_OWN) : 0, heads = (int64_t)a.B * a.Hq;
-    const int each = tiles_each(heads, q_tiles + k_tiles, units, 2), k_each = a.G == 1 ? each : 1;
-    const int k_blocks = (int)tiles_of(k_tiles, k_each), q_blocks = (int)tiles_of(q_tiles, each);
-    const bool few = heads * (k_blocks + q_blocks) <= 2 * units;
-    dim3 grid = grid_of(a, k_blocks + q_blocks);
-    if (few) /* each multiprocessor gets some of both kinds */
-        grid = dim3(grid.x, grid.z, grid.y);
-    const division by = { k_blocks, k_each, each, few };
-    return launch_early(general ? backward_sm90short<T, true> : backward_sm90short<T, false>, grid, dim3(SHORT_THREADS),
-                        room_for_one(sizeof(backward_room) + 2 * most * 128, grid, plan), plan, x, a, by, most);
+    const int most = (int)tiles_of(HEED_MAX(keys_of(a), a.Sq), MEET) * MEET;
+    dim3 grid;
+    const short_division by = divide(a, false, plan, grid);
+    return launch_early(is_general(a) ? backward_sm90short<T, true> : backward_sm90short<T, false>, grid,
+                        dim3(SHORT_THREADS), room_for_one(sizeof(backward_room) + 2 * most * 128, grid, plan), plan, x,
+                        a, by, most);
 }
 
 size_t heed_backward_workspace_sm90short(const heed_problem *p, const heed_plan *plan)

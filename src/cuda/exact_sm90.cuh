@@ -13,6 +13,11 @@ constexpr int PART = 64 * 128; /* bytes of one part of a tile */
 typedef char exact_tile[3][PART];
 typedef __nv_bfloat16 bf16;
 
+/* Numbers below 2^-63, whose parts may not be normal numbers: their exponents lack the two highest bits, and so does what is
+ * found by joining the bits of many. They are multiplied by 2^60 where all of a tile are such. */
+constexpr float TINY = 0x1p-60f;
+__device__ inline bool is_tiny(uint32_t bits) { return (bits & 0x60000000u) == 0; }
+
 /* ---- Operands ---------------------------------------------------------------------------------------------------- */
 
 /* Two neighbours as three pairs. */
@@ -48,13 +53,14 @@ template <int N> struct exact_rows {
             }
     }
 
-    __device__ bool are_below(float bound) const
+    /* The bits that some of them have: see is_tiny(). */
+    __device__ uint32_t bits() const
     {
-        float most[2] = {};
+        uint32_t some = 0;
 #pragma unroll
         for (int i = 0; i < N * 8; i++)
-            most[i % 2] = fmaxf(most[i % 2], fabsf(x[i / 8][i % 8]));
-        return fmaxf(most[0], most[1]) < bound;
+            some |= __float_as_uint(x[i / 8][i % 8]);
+        return some;
     }
     __device__ void multiply(float factor)
     {

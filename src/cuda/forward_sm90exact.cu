@@ -3,7 +3,6 @@
 #include "exact_sm90.cuh"
 
 constexpr int MOST_GROUPS = HEED_SHORT / 64;
-constexpr float TINY = 0x1p-60f;
 
 struct alignas(1024) exact_room {
     exact_tile Q;
@@ -51,23 +50,25 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS, 1) forward_sm90exa
         exact_rows<4> K;
         Q.load(q, i0, threadIdx.x, blockDim.x);
         if (busy)
-            K.load(k, n0, thread), V.load(v, n0, thread);
+            K.load(k, n0, thread);
         Q.put(room.Q, threadIdx.x, blockDim.x);
         if (busy)
             K.put(met, thread);
     }
     fence_async();
-    /* Parts of such V would not be normal numbers. */
-    const bool tiny = __syncthreads_and(!busy || V.are_below(TINY));
+    if (busy) /* not before: all multiprocessors ask at the same time, and Q K^T would wait for V too */
+        V.load(v, n0, thread);
+    __syncthreads();
     if (!busy) /* nobody waits for those who have left */
         return;
-    if (tiny)
-        V.multiply(1 / TINY);
     const float scale = GENERAL ? 1.0f : a.scale, c = fmaxf(fminf(scale * LOG2E, 3e38f), 1.2e-38f);
     float S[32];
     multiply_exact<false, 1>(S, room.Q, met);
     wgmma_wait<0>();
-    __syncthreads(); /* all have done with K */
+    /* Parts of such V would not be normal numbers. All have done with K. */
+    const bool tiny = __syncthreads_and(is_tiny(V.bits()));
+    if (tiny)
+        V.multiply(1 / TINY);
     V.put(met, thread);
     fence_async();
 #pragma unroll

@@ -21,15 +21,19 @@ __device__ static float conclude(float m, float sum, float c, float scale, float
     return sum == 0.0f ? -CUDART_INF_F : e.large() ? fmaf(e.m, scale, log) : fmaf(e.then, LN2, log);
 }
 
-/* Keys are met in one or two parts of N. GENERAL: a sink, or what the scores need beyond scale and such bands as short_row()
- * takes. */
-template <class T, int N, int PARTS, bool GENERAL>
-__global__ void __launch_bounds__(SHORT_THREADS, (PARTS > 1 ? 3 : 4) - GENERAL)
+template <int N> struct number {
+    static constexpr int value = N;
+};
+
+/* Keys are met N at once and then LAST, where there are so many. GENERAL: a sink, or what the scores need beyond scale and such
+ * bands as short_row() takes. */
+template <class T, int N, int LAST, bool GENERAL>
+__global__ void __launch_bounds__(SHORT_THREADS, (N + LAST > 192 ? 3 : 4) - GENERAL)
     forward_sm90short(const __grid_constant__ args a)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
-    auto &room = *(forward_room<N * PARTS> *)memory;
+    auto &room = *(forward_room<N + LAST> *)memory;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i0 = blockIdx.y * SHORT_OWN;
     let_next_start();
     if (GENERAL || is_ragged(a))
@@ -46,43 +50,59 @@ __global__ void __launch_bounds__(SHORT_THREADS, (PARTS > 1 ? 3 : 4) - GENERAL)
     const source v = key_rows<T>(a, a.v, s, hk, see.last - 1, a.Dv);
     wait_for_last(q.first, k.first, v.first);
     copy_rows(room.Q, q, i0, SHORT_OWN);
-#pragma unroll
-    for (int p = 0; p < PARTS; p++) {
-        copy_rows(room.K + p * N * 128, k, first + p * N, N);
+    copy_rows(room.K, k, first, N);
+    commit_copies();
+    copy_rows(room.V, v, first, N);
+    commit_copies();
+    if (LAST) {
+        copy_rows(room.K + N * 128, k, first + N, LAST);
         commit_copies();
-        copy_rows(room.V + p * N * 128, v, first + p * N, N);
+        copy_rows(room.V + N * 128, v, first + N, LAST);
         commit_copies();
     }
     const float scale = GENERAL ? 1.0f : a.scale, c = fmaxf(fminf(scale * LOG2E, 3e38f), 1.2e-38f);
     float O[32], m[2] = { -CUDART_INF_F, -CUDART_INF_F }, l[2] = {};
-    int n0 = first, met = 0;
-    do { /* once at least: what it meets may be hidden */
-        const int at = met * N * 128;
-        float S[N / 2];
-        wait_for_tiles(2 * (PARTS - met) - 1);
-        wgmma_fence();
-        multiply_rows<T, 64, SHORT_OWN, N>(S, tile_at(shared_address(room.Q)), tile_at(shared_address(room.K) + at));
-        wgmma_commit();
-        wait_for_tiles(2 * (PARTS - met) - 2);
-        wgmma_wait<0>();
-        query_scores<N> t = { S, row, n0 + lane % 4 * 2 };
-        const bool whole = n0 >= see.inside && n0 + N <= see.outside;
-        find_scores<GENERAL>(t, a, s, x, whole);
-        float rescale[2];
-        softmax_step(t, m, l, rescale, c);
-        if (PARTS > 1 && met)
+    const auto meet_keys =
+        [&](auto size, int met) { /* so many, of which the first is number `met` of all */
+                                  constexpr int M = decltype(size)::value;
+                                  const int n0 = first + met, pending = LAST && !met ? 2 : 0;
+                                  float S[M / 2];
+                                  wait_for_tiles(pending + 1);
+                                  wgmma_fence();
+                                  multiply_rows<T, 64, SHORT_OWN, M>(S, tile_at(shared_address(room.Q)),
+                                                                     tile_at(shared_address(room.K) + met * 128));
+                                  wgmma_commit();
+                                  wait_for_tiles(pending);
+                                  wgmma_wait<0>();
+                                  query_scores<M> t = { S, row, n0 + lane % 4 * 2 };
+                                  const bool whole = n0 >= see.inside && n0 + M <= see.outside;
+                                  find_scores<GENERAL>(t, a, s, x, whole);
+                                  float rescale[2];
+                                  softmax_step(t, m, l, rescale, c);
+                                  if (LAST && met)
 #pragma unroll
-            for (int i = 0; i < 32; i++)
-                O[i] *= rescale[i / 2 % 2];
-        uint32_t P[N / 16][4];
-        pack_rows<T, N>(P, S);
-        wgmma_fence();
-        multiply_columns<T, 64, N>(O, P, tile_at(shared_address(room.V) + at, N * 128), met); /* O += P V */
-        wgmma_commit();
-        if (PARTS > 1)
-            wgmma_wait<0>();
-        met++;
-    } while (PARTS > 1 && (n0 += N) < see.last);
+                                      for (int i = 0; i < 32; i++)
+                                          O[i] *= rescale[i / 2 % 2];
+                                  uint32_t P[M / 16][4];
+                                  pack_rows<T, M>(P, S);
+                                  wgmma_fence();
+                                  multiply_columns<T, 64, M>(O, P, tile_at(shared_address(room.V) + met * 128, M * 128),
+                                                             met); /* O += P V */
+                                  wgmma_commit();
+                                  if (LAST)
+                                      wgmma_wait<0>();
+        };
+    if constexpr (LAST == N) {
+        int met = 0;
+        do /* once at least: what it meets may be hidden */
+            meet_keys(number<N>(), met);
+        while ((met += N) < N + LAST && first + met < see.last);
+    } else {
+        meet_keys(number<N>(), 0);
+        if constexpr (LAST > 0)
+            if (first + N < see.last)
+                meet_keys(number<LAST>(), N);
+    }
     const float sink = GENERAL && a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
     float weight[2];
 #pragma unroll
@@ -101,20 +121,21 @@ __global__ void __launch_bounds__(SHORT_THREADS, (PARTS > 1 ? 3 : 4) - GENERAL)
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-template <class T, int N, int PARTS> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+template <class T, int N, int LAST> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     const bool general = is_general(a) || a.sink.data;
     const dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
-    return launch_early(general ? forward_sm90short<T, N, PARTS, true> : forward_sm90short<T, N, PARTS, false>, grid,
-                        dim3(SHORT_THREADS), room_for_one(sizeof(forward_room<N * PARTS>), grid, plan), plan, x, a);
+    return launch_early(general ? forward_sm90short<T, N, LAST, true> : forward_sm90short<T, N, LAST, false>, grid,
+                        dim3(SHORT_THREADS), room_for_one(sizeof(forward_room<N + LAST>), grid, plan), plan, x, a);
 }
 
 template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     const int keys = keys_of(a);
-    return keys <= 64    ? run<T, 64, 1>(a, plan, x)
-           : keys <= 128 ? run<T, 128, 1>(a, plan, x)
-                         : run<T, 128, 2>(a, plan, x);
+    return keys <= 64    ? run<T, 64, 0>(a, plan, x)
+           : keys <= 128 ? run<T, 128, 0>(a, plan, x)
+           : keys <= 192 ? run<T, 128, 64>(a, plan, x)
+                         : run<T, 128, 128>(a, plan, x);
 }
 
 size_t heed_forward_workspace_sm90short(const heed_problem *p, const heed_plan *plan)

@@ -30,6 +30,34 @@ inline size_t room_for_one(size_t bytes, dim3 grid, const heed_plan *plan)
     return blocks <= plan->device.units ? HEED_MAX(bytes, plan->device.shared_bytes / 2 + 1024) : bytes;
 }
 
+/* Who does what in a backward: of a head's blocks the first k_blocks, which have more to do, own keys, k_tiles tiles of them
+ * each, and the others queries. blocks_last: where all are at work at once, so that each multiprocessor gets some of both. */
+struct short_division {
+    int k_blocks, k_tiles, q_tiles, blocks_last;
+};
+
+inline short_division divide(const args &a, bool tile_each, const heed_plan *plan, dim3 &grid)
+{
+    const int64_t q_tiles = a.d_q.data ? tiles_of(a.Sq, SHORT_OWN) : 0, heads = (int64_t)a.B * a.Hq,
+                  k_tiles = a.d_k.data || a.d_v.data ? tiles_of(keys_of(a), SHORT_OWN) : 0;
+    const int each = tile_each ? 1 : tiles_each(heads, q_tiles + k_tiles, plan->device.units, 2);
+    const int k_each = a.G == 1 ? each : 1, k_blocks = (int)tiles_of(k_tiles, k_each),
+              blocks = k_blocks + (int)tiles_of(q_tiles, each);
+    const bool few = heads * blocks <= 2 * plan->device.units;
+    grid = grid_of(a, blocks);
+    if (few)
+        grid = dim3(grid.x, grid.z, grid.y);
+    return { k_blocks, k_each, each, few };
+}
+
+/* The number of this block among those of its head. */
+__device__ inline int own_block(const short_division &by, const args &a, int &b, int &h)
+{
+    const int x = blockIdx.x, y = by.blocks_last ? blockIdx.y : blockIdx.z;
+    b = a.B >= a.Hq ? x : y, h = a.B >= a.Hq ? y : x; /* as in grid_of() */
+    return by.blocks_last ? blockIdx.z : blockIdx.y;
+}
+
 /* So many rows of s, a multiple of 64, from `row` on as a tile for the tensor core, by all threads. Rows and columns that there
  * are not become zeros. */
 __device__ inline void copy_rows(char *to, const source &s, int row, int rows)
