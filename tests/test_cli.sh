@@ -242,6 +242,16 @@ expect 2 bench --shape 1,2,40,32 --kernel no_such_kernel --pass forward; says er
 "$heed" info >/dev/full 2>err; code=$?
 [ $code -eq 1 ] || fail "a full disk is not an error"
 
+# At a terminal there are a bar and colours, unless NO_COLOR is set; above, in a pipe, neither.
+if command -v script >/dev/null; then
+    seen() { TERM=xterm script -qec "$1 '$heed' check --quick --kernel forward_reference_f32" /dev/null >out 2>err </dev/null; code=$?; }
+    escape=$(printf '\033[')
+    seen "env -u NO_COLOR"; says out "[###"; says out "${escape}32m"
+    seen "env NO_COLOR=1"; says out "[###"
+    checks=$((checks + 1))
+    if grep -qF "${escape}32m" out; then fail "colours in spite of NO_COLOR"; fi
+fi
+
 # ---- A GPU, where there is one -------------------------------------------------------------------------------------
 
 case $backends in
