@@ -49,19 +49,9 @@ def rivals(q, k, v, do, names=BACKENDS, stride=1, **options):
     return {n: with_backend(n, backward_of(forward, (q, k, v), do)) for n in names}
 
 
-def table(lib, meter, sizes, lengths, ms, rounds):
-    print(f"{'':14s}" + "".join(f"{n:>18d}" for n in lengths))
-    for size in sizes:
-        for causal in (0, 1):
-            text = f"d{size} {'causal' if causal else 'full':9s}"
-            for length in lengths:
-                b, h = max(1, 16384 // length), 2048 // size
-                q, k, v, do = (tensors(b, h, length, size) for _ in range(4))
-                calls = heed_calls(lib, q, k, v, do, causal=causal)
-                t = in_turns(calls | rivals(q, k, v, do, ["cudnn"], is_causal=bool(causal)), ms, rounds, meter)
-                flop = 1e-8 * b * h * length**2 * size / (1 + causal)
-                text += "".join(f"{flop / t[n]:5.0f} ({t['cudnn'] / t[n]:.2f})" for n in ORDERS)
-            print(text + meter.line(), flush=True)
+def plain(lib, b, h, length, size, causal):
+    q, k, v, do = (tensors(b, h, length, size) for _ in range(4))
+    return heed_calls(lib, q, k, v, do, causal=causal) | rivals(q, k, v, do, ["cudnn"], is_causal=bool(causal))
 
 
 def ragged(lib, length, causal):
@@ -88,18 +78,9 @@ def window(lib, size, left):
     return heed_calls(lib, q, k, v, do, **mine) | {"flash": flash}
 
 
-def others(lib, meter, words, ms, rounds):
-    def report(name, calls):
-        if not any(w in name for w in words.split(",")):
-            return
-        t = in_turns(calls(), ms, rounds, meter)
-        beside = {n: x for n, x in t.items() if n not in ORDERS}
-        best = min(beside, key=beside.get) if beside else None
-        ratios = " ".join(f"{beside[best] / t[n]:.2f}" for n in ORDERS) if best else ""
-        rival = f"   {best} {beside[best] * 1e3:9.1f} us   {ratios}" if best else ""
-        print(f"{name:44s}" + "".join(f"{t[n] * 1e3:9.1f}" for n in ORDERS) + " us" + rival + meter.line(), flush=True)
-
-    def plain(q, k, v, do, mine, stride=1, **options):
+def others(lib):
+    """Names of problems of other kinds, and the calls."""
+    def beside(q, k, v, do, mine, stride=1, **options):
         return heed_calls(lib, q, k, v, do, **mine) | rivals(q, k, v, do, stride=stride, **options)
 
     def square(length, size, heads=None, dtype=torch.bfloat16):
@@ -107,23 +88,22 @@ def others(lib, meter, words, ms, rounds):
         return [tensors(16384 // length, n, length, size, dtype=dtype) for n in (h, heads or h, heads or h, h)]
 
     for size in (64, 128):
-        report(f"window of 1024, causal, d{size} S 4096", lambda: window(lib, size, 1023))
-        report(f"every 4th key, d{size} S 4096", lambda: plain(*square(4096, size), dict(key_stride=4), stride=4))
+        yield f"window of 1024, causal, d{size} S 4096", lambda: window(lib, size, 1023)
+        yield f"every 4th key, d{size} S 4096", lambda: beside(*square(4096, size), dict(key_stride=4), stride=4)
     for causal in (False, True):
         mine, theirs = dict(causal=int(causal)), dict(is_causal=causal)
         for size in (96, 192):
             for length in (512, 4096):
-                report(f"d{size} S {length} causal {causal:d}",
-                       lambda: plain(*square(length, size), mine, **theirs))
+                yield f"d{size} S {length} causal {causal:d}", lambda: beside(*square(length, size), mine, **theirs)
         for size, length in ((64, 512), (128, 512), (128, 4096), (256, 2048)):
-            report(f"fp16 d{size} S {length} causal {causal:d}",
-                   lambda: plain(*square(length, size, dtype=torch.float16), mine, **theirs))
+            yield (f"fp16 d{size} S {length} causal {causal:d}",
+                   lambda: beside(*square(length, size, dtype=torch.float16), mine, **theirs))
         for size, length in ((64, 4096), (128, 1024), (128, 4096)):
-            report(f"{2048 // size} heads over {256 // size}, d{size} S {length} causal {causal:d}",
-                   lambda: plain(*square(length, size, 256 // size), mine, enable_gqa=True, **theirs))
+            yield (f"{2048 // size} heads over {256 // size}, d{size} S {length} causal {causal:d}",
+                   lambda: beside(*square(length, size, 256 // size), mine, enable_gqa=True, **theirs))
         for length in (512, 2048, 8192):
-            report(f"ragged, 1 to {length} tokens, d128 causal {causal:d}", lambda: ragged(lib, length, causal))
+            yield f"ragged, 1 to {length} tokens, d128 causal {causal:d}", lambda: ragged(lib, length, causal)
 
 
 if __name__ == "__main__":
-    main(__doc__, table, others)
+    main(__doc__, list(ORDERS), 10, plain, others)

@@ -10,12 +10,14 @@ clock and power meanwhile.
 """
 import argparse
 import ctypes as C
+import functools
+import math
 import statistics
 import threading
 import time
 
 import torch
-from cuda_bench import Attention, Exec, replay_ms, view
+from cuda_bench import Attention, Exec, capture, replay_ms, view
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -81,18 +83,13 @@ def with_backend(name, call):
 
 def graph_of(call):
     """The call as a graph, or None where the backend does not take the problem."""
-    stream = torch.cuda.Stream()
     try:
-        with torch.cuda.stream(stream), torch.no_grad():
-            call()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                call()
+        with torch.no_grad():
+            return capture(call)
     except (RuntimeError, TypeError, AttributeError, ImportError) as error:
         print("  not there:", str(error).split("\n")[0][:90])
         torch.cuda.synchronize()
         return None
-    return graph
 
 
 def in_turns(calls, ms, rounds, meter=None):
@@ -112,19 +109,40 @@ def tensors(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def table(lib, meter, sizes, lengths, ms, rounds):
-    print(f"{'':14s}" + "".join(f"{n:>12d}" for n in lengths))
-    for size in sizes:
-        for causal in (0, 1):
-            text = f"d{size} {'causal' if causal else 'full':9s}"
-            for length in lengths:
-                b, h = max(1, 16384 // length), 2048 // size
-                q, k, v = (tensors(b, h, length, size) for _ in range(3))
-                calls = {"heed": heed_call(lib, q, k, v, torch.empty_like(q), causal=causal),
-                         "cudnn": with_backend("cudnn", lambda: sdpa(q, k, v, is_causal=bool(causal)))}
-                t = in_turns(calls, ms, rounds, meter)
-                text += f"{4e-9 * b * h * length**2 * size / (1 + causal) / t['heed']:6.0f} ({t['cudnn'] / t['heed']:.2f})"
-            print(text + meter.line(), flush=True)
+class Bench:
+    """Prints what calls take. forms: names of heed's own among them; flop: of a problem, in B H S^2 D."""
+
+    def __init__(self, forms, flop, ms, rounds):
+        self.forms, self.flop, self.ms, self.rounds, self.meter = forms, flop, ms, rounds, Meter()
+
+    def table(self, sizes, lengths, calls):
+        """TFLOP/s, in brackets over cuDNN's, of calls(batch, heads, length, size, causal)."""
+        print(f"{'':14s}" + "".join(f"{n:>{12 * len(self.forms)}d}" for n in lengths))
+        for size in sizes:
+            for causal in (0, 1):
+                text = f"d{size} {'causal' if causal else 'full':9s}"
+                for length in lengths:
+                    shape = max(1, 16384 // length), 2048 // size, length, size
+                    t = in_turns(calls(*shape, causal), self.ms, self.rounds, self.meter)
+                    flop = 1e-9 * self.flop * math.prod(shape) * length / (1 + causal)
+                    text += "".join(f"{flop / t[n]:6.0f} ({t['cudnn'] / t[n]:.2f})" for n in self.forms)
+                print(text + self.meter.line(), flush=True)
+
+    def report(self, name, calls):
+        """Microseconds, and the best of the others over each of heed's."""
+        t = in_turns(calls, self.ms, self.rounds, self.meter)
+        rivals = {n: x for n, x in t.items() if n not in self.forms}
+        text = f"{name:44s}" + "".join(f"{t[n] * 1e3:9.1f}" for n in self.forms) + " us"
+        if rivals:
+            name, best = min(rivals.items(), key=lambda x: x[1])
+            text += f"   {name} {best * 1e3:9.1f} us   " + " ".join(f"{best / t[n]:.2f}" for n in self.forms)
+        print(text + self.meter.line(), flush=True)
+
+
+def plain(lib, b, h, length, size, causal):
+    q, k, v = (tensors(b, h, length, size) for _ in range(3))
+    return {"heed": heed_call(lib, q, k, v, torch.empty_like(q), causal=causal),
+            "cudnn": with_backend("cudnn", lambda: sdpa(q, k, v, is_causal=bool(causal)))}
 
 
 def ragged_batch(length, causal, count):
@@ -150,48 +168,58 @@ def ragged(lib, length, causal):
             "nested": lambda: sdpa(*nested, is_causal=causal)}
 
 
-def others(lib, meter, words, ms, rounds):
-    def beside(name, q, k, v, mine, theirs):
-        calls = {"heed": heed_call(lib, q, k, v, q.new_empty(*q.shape[:-1], v.shape[-1]), **mine)}
-        report(name, calls | theirs)
+def others(lib):
+    """Names of problems of other kinds, and the calls."""
+    def beside(q, k, v, mine, theirs):
+        return {"heed": heed_call(lib, q, k, v, q.new_empty(*q.shape[:-1], v.shape[-1]), **mine)} | theirs
 
-    def report(name, calls):
-        if not any(w in name for w in words.split(",")):
-            return
-        t = in_turns(calls, ms, rounds, meter)
-        rivals = {n: x for n, x in t.items() if n != "heed"}
-        best = min(rivals, key=rivals.get) if rivals else None
-        rival = f"   {best} {rivals[best] * 1e3:9.1f} us   {rivals[best] / t['heed']:.2f}" if best else ""
-        print(f"{name:44s}{t['heed'] * 1e3:9.1f} us" + rival + meter.line(), flush=True)
-
-    def plain(q, k, v, **options):
+    def backends(q, k, v, **options):
         return {n: with_backend(n, lambda: sdpa(q, k, v, **options)) for n in BACKENDS}
 
-    for size, length in ((64, 2048), (128, 512), (128, 2048), (256, 512), (256, 2048)):
+    def fp16(size, length):
         q, k, v = (tensors(16384 // length, 2048 // size, length, size, dtype=torch.float16) for _ in range(3))
-        beside(f"fp16 d{size} S {length}", q, k, v, {}, plain(q, k, v))
-    for causal in (False, True):
+        return beside(q, k, v, {}, backends(q, k, v))
+
+    def grouped(causal):
         q, k, v = tensors(4, 16, 4096, 128), tensors(4, 2, 4096, 128), tensors(4, 2, 4096, 128)
-        beside(f"16 heads over 2, d128 S 4096 causal {causal:d}", q, k, v, dict(causal=int(causal)),
-               plain(q, k, v, is_causal=causal, enable_gqa=True))
-        report(f"ragged, 1 to 2048 tokens, d128 causal {causal:d}", ragged(lib, 2048, causal))
-    for size in (64, 128):
-        q, k, v = (tensors(4, 2048 // size, 4096, size) for _ in range(3))
+        return beside(q, k, v, dict(causal=int(causal)), backends(q, k, v, is_causal=causal, enable_gqa=True))
+
+    def long(size):
+        return [tensors(4, 2048 // size, 4096, size) for _ in range(3)]
+
+    def window(size):
+        q, k, v = long(size)
         rows = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
         flash = lambda: torch.ops.aten._flash_attention_forward(*rows, None, None, 4096, 4096, 0.0, True, False,
                                                                 window_size_left=1023, window_size_right=0)
-        beside(f"window of 1024, causal, d{size} S 4096", q, k, v,
-               dict(causal=1, windowed=1, window_left=1023, window_right=-1), {"flash": flash})
-        fourth = k[:, :, ::4], v[:, :, ::4]
-        beside(f"every 4th key, d{size} S 4096", q, k, v, dict(key_stride=4), plain(q, *fourth))
-        beside(f"softcap, d{size} S 4096, over none", q, k, v, dict(softcap=30.0), {"none": heed_call(
-            lib, q, k, v, torch.empty_like(q))})
-    for rows, keys in ((1, 32768), (64, 32768), (512, 32768)):
+        return beside(q, k, v, dict(causal=1, windowed=1, window_left=1023, window_right=-1), {"flash": flash})
+
+    def strided(size):
+        q, k, v = long(size)
+        return beside(q, k, v, dict(key_stride=4), backends(q, k[:, :, ::4], v[:, :, ::4]))
+
+    def capped(size):
+        q, k, v = long(size)
+        return beside(q, k, v, dict(softcap=30.0), {"none": heed_call(lib, q, k, v, torch.empty_like(q))})
+
+    def rows_by_keys(rows, keys):
         q, k, v = tensors(1, 16, rows, 128), tensors(1, 16, keys, 128), tensors(1, 16, keys, 128)
-        beside(f"{rows} rows, {keys} keys, 16 heads, d128", q, k, v, {}, plain(q, k, v))
+        return beside(q, k, v, {}, backends(q, k, v))
+
+    for size, length in ((64, 2048), (128, 512), (128, 2048), (256, 512), (256, 2048)):
+        yield f"fp16 d{size} S {length}", lambda: fp16(size, length)
+    for causal in (False, True):
+        yield f"16 heads over 2, d128 S 4096 causal {causal:d}", lambda: grouped(causal)
+        yield f"ragged, 1 to 2048 tokens, d128 causal {causal:d}", lambda: ragged(lib, 2048, causal)
+    for size in (64, 128):
+        yield f"window of 1024, causal, d{size} S 4096", lambda: window(size)
+        yield f"every 4th key, d{size} S 4096", lambda: strided(size)
+        yield f"softcap, d{size} S 4096, over none", lambda: capped(size)
+    for rows, keys in ((1, 32768), (64, 32768), (512, 32768)):
+        yield f"{rows} rows, {keys} keys, 16 heads, d128", lambda: rows_by_keys(rows, keys)
 
 
-def main(doc, table, others):
+def main(doc, forms, flop, plain, others):
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--head-dim", default="64,96,128,192,256")
@@ -203,11 +231,15 @@ def main(doc, table, others):
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "cuDNN", torch.backends.cudnn.version())
-    if args.others is not None:
-        others(lib, Meter(), args.others, args.ms, args.rounds)
-    else:
-        table(lib, Meter(), *([int(n) for n in x.split(",")] for x in (args.head_dim, args.rows)), args.ms, args.rounds)
+    bench = Bench(forms, flop, args.ms, args.rounds)
+    if args.others is None:
+        sizes, lengths = ([int(n) for n in x.split(",")] for x in (args.head_dim, args.rows))
+        bench.table(sizes, lengths, functools.partial(plain, lib))
+        return
+    for name, calls in others(lib):
+        if any(word in name for word in args.others.split(",")):
+            bench.report(name, calls())
 
 
 if __name__ == "__main__":
-    main(__doc__, table, others)
+    main(__doc__, ["heed"], 4, plain, others)

@@ -2,12 +2,13 @@
 beside cuDNN.
 
     python3 bench/tune_sm90.py --lib build-tune/libtune_sm90.so [--backward] [--check] [--head-dim 64,128]
-                               [--rows 512,2048,8192] [--ms 1.5]
+                               [--rows 512,2048,8192] [--ms 1.5] [--rounds 9]
 
 A table for each head size: TFLOP/s with B x S = 16k tokens and H x D = 2048, counting 4 B H S^2 D FLOP, half of it
-causal, 2.5 times that backward. The forward's first variant of a head size is the one the library takes: results of the
-others are compared with its, and at the end of a line is the geometric mean of their speeds over its. Times are medians
-of nine replayed graphs in random order, --ms milliseconds each; - where a variant does not take the problem.
+causal, 2.5 times that backward. The first variant of a head size is one that the library takes: results of the others
+are compared with its, and at the end of a line is the geometric mean of their speeds over its. The backward's one
+kernel for all gradients is timed with its sums in the order of the keys and in any order. Times are medians of --rounds
+replayed graphs in random order, --ms milliseconds each; - where a variant does not take the problem.
 """
 import argparse
 import ctypes as C
@@ -16,13 +17,17 @@ import random
 import statistics
 
 import torch
+from backward_sm90 import backward_of
 from cuda_bench import DTYPES, Attention, Exec, Gradient, replay_ms, view
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from forward_sm90 import graph_of, sdpa, with_backend
 
 TYPES = {number: dtype for number, dtype in DTYPES.values()}
 
 
 class Variant:
+    """A variant of the forward."""
+    flop, close = 4, 4e-3
+
     def __init__(self, lib, n):
         self.lib, self.n, self.name = lib, n, lib.tune_name(n).decode()
         self.head_dim, self.dtype = lib.tune_head_dim(n), TYPES[lib.tune_dtype(n)]
@@ -33,34 +38,51 @@ class Variant:
         if self.lib.tune_forward(self.n, C.byref(a), C.byref(x)):
             raise RuntimeError(f"{self.name}: {self.lib.tune_error().decode()}")
 
+    def prepare(self, q, k, v, do, **options):
+        """A call, and what it writes."""
+        o = torch.full_like(q, math.nan)
+        return lambda: self(q, k, v, o, **options), [o]
+
+    @staticmethod
+    def rival(q, k, v, do, causal):
+        return lambda: sdpa(q, k, v, is_causal=causal)
+
 
 class Backward:
-    """A variant of the backward: of a kernel for keys, with the kernel for queries as it is, or of one for all."""
-    dtype = torch.bfloat16
+    """A variant of the backward: of the kernel for keys or the one for queries beside the library's other, or of one
+    for all."""
+    flop, close, dtype = 10, 1e-2, torch.bfloat16
 
-    def __init__(self, lib, n, forwards):
-        self.lib, self.n, self.name = lib, n, lib.tune_backward_name(n).decode()
+    def __init__(self, lib, n, forwards, any_order=False):
+        self.lib, self.n, self.any_order = lib, n, any_order
+        self.name = lib.tune_backward_name(n).decode() + (", any order" if any_order else "")
         self.head_dim = lib.tune_backward_head_dim(n)
         self.forward = next(v for v in forwards if v.head_dim == self.head_dim and v.dtype == self.dtype)
 
-    def prepare(self, q, k, v, do, grads, **options):
+    def prepare(self, q, k, v, do, **options):
+        """A call, and what it writes."""
         o, lse = torch.empty_like(q), torch.empty(*q.shape[:3], 1, device="cuda")
         self.forward(q, k, v, o, lse, **options)
-        self.a = Attention(q=view(q), k=view(k), v=view(v), o=view(o), lse=view(lse), **options)
-        self.g = Gradient(d_o=view(do), **{f"d_{n}": view(t) for n, t in zip("qkv", grads)})
-        self.x, size = Exec(backend=1), C.c_size_t()
-        self.run(size)
-        space = torch.empty(size.value + 16, dtype=torch.uint8, device="cuda")
-        self.x.workspace, self.x.workspace_bytes = (space.data_ptr() + 15) // 16 * 16, size.value
-        self.keep = [q, k, v, do, o, lse, grads, space]
+        grads = [torch.full_like(t, math.nan) for t in (q, k, v)]
+        a = Attention(q=view(q), k=view(k), v=view(v), o=view(o), lse=view(lse), **options)
+        g = Gradient(d_o=view(do), **{f"d_{n}": view(t) for n, t in zip("qkv", grads)})
+        x, size, keep = Exec(backend=1, nondeterministic=int(self.any_order)), C.c_size_t(), [o, lse]
 
-    def run(self, size):
-        if self.lib.tune_backward(self.n, C.byref(self.a), C.byref(self.g), C.byref(self.x), C.byref(size)):
-            raise RuntimeError(f"{self.name}: {self.lib.tune_error().decode()}")
+        def call():
+            x.stream = torch.cuda.current_stream().cuda_stream
+            if self.lib.tune_backward(self.n, C.byref(a), C.byref(g), C.byref(x), C.byref(size)):
+                raise RuntimeError(f"{self.name}: {self.lib.tune_error().decode()}")
+            return keep
 
-    def __call__(self):
-        self.x.stream = torch.cuda.current_stream().cuda_stream
-        self.run(C.c_size_t())
+        call()
+        keep.append(torch.empty(size.value + 16, dtype=torch.uint8, device="cuda"))
+        x.workspace, x.workspace_bytes = (keep[-1].data_ptr() + 15) // 16 * 16, size.value
+        torch.cuda.synchronize()
+        return call, grads
+
+    @staticmethod
+    def rival(q, k, v, do, causal):
+        return backward_of(lambda *x: sdpa(*x, is_causal=causal), (q, k, v), do)
 
     def check(self):
         """The worst relative error of a gradient."""
@@ -69,9 +91,8 @@ class Backward:
             for key_heads in {1, h}:
                 q, k, v, do = (torch.randn(b, n, s, self.head_dim, device="cuda").to(self.dtype)
                                for n, s in ((h, rows), (key_heads, keys), (key_heads, keys), (h, rows)))
-                grads = [torch.full_like(t, math.nan) for t in (q, k, v)]
-                self.prepare(q, k, v, do, grads, **options)
-                self()
+                call, grads = self.prepare(q, k, v, do, **options)
+                call()
                 inputs = [t.double().requires_grad_() for t in (q, k, v)]
                 o, _ = reference(*inputs, **options)
                 scale = max(o.norm().item(), 1.0) / 100  # gradients may be all but 0
@@ -132,87 +153,36 @@ def check(variant):
     return worst
 
 
-def milliseconds(call, budget, stream=None):
-    stream = stream or torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-    return replay_ms(graph, budget)
-
-
-def graph_of(call):
-    """The call as a graph, or None where there is no such call."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        try:
-            call()
-        except RuntimeError:
-            return None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-    return graph
-
-
 def speeds(variants, head_dim, causal, length, budget, rounds):
     """TFLOP/s of cuDNN and of each variant; nan where it does not take the problem."""
-    heads, batch = 2048 // head_dim, max(1, 16384 // length)
-    q, k, v = (torch.randn(batch, heads, length, head_dim, device="cuda").to(torch.bfloat16) for _ in range(3))
-    results = [torch.full_like(q, math.nan) for _ in variants]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        graphs = [graph_of(lambda: attend(q, k, v, is_causal=bool(causal)))]
-    graphs += [graph_of(lambda: x(q, k, v, o, causal=causal)) for x, o in zip(variants, results)]
-    for graph in graphs[1:]:
-        if graph:
-            graph.replay()
+    shape, first = (max(1, 16384 // length), 2048 // head_dim, length, head_dim), variants[0]
+    q, k, v, do = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(4))
+    calls = [x.prepare(q, k, v, do, causal=causal) for x in variants]
     torch.cuda.synchronize()
-    for variant, graph, o in zip(variants, graphs[1:], results):
-        error = (o - results[0]).float().norm() / results[0].float().norm()
-        assert not graph or error < 4e-3, f"{variant.name}: S {length} causal {causal} differs by {error:.1e}"
+    calls = [(with_backend("cudnn", first.rival(q, k, v, do, bool(causal))), [])] + calls
+    graphs = [graph_of(call) for call, _ in calls]
+    torch.cuda.synchronize()
+    for variant, graph, (_, results) in zip(variants, graphs[1:], calls[1:]):
+        for x, y in zip(results, calls[1][1]):
+            error = (x - y).float().norm() / y.float().norm()
+            assert not graph or error < first.close, f"{variant.name}: S {length} causal {causal} differs by {error:.1e}"
     times = [[] for _ in graphs]
     for _ in range(rounds):
         for n in random.sample(range(len(graphs)), len(graphs)):
             times[n].append(replay_ms(graphs[n], budget) if graphs[n] else math.nan)
-    return [4e-9 * batch * heads * length**2 * head_dim / (1 + causal) / statistics.median(t) for t in times]
+    flop = 1e-9 * first.flop * math.prod(shape) * length / (1 + causal)
+    return [flop / statistics.median(t) for t in times]
 
 
-def table(variants, head_dim, lengths, budget, rounds=9):
+def table(variants, head_dim, lengths, budget, rounds):
     cells = [speeds(variants, head_dim, causal, n, budget, rounds) for causal in (0, 1) for n in lengths]
-    print(f"{f'd{head_dim}, full and causal':28s}" + "".join(f"{n:>6d}" for n in lengths * 2))
+    width = max(28, *(len(v.name) + 2 for v in variants))
+    print(f"{f'd{head_dim}, full and causal':{width}s}" + "".join(f"{n:>6d}" for n in lengths * 2))
     for n, name in enumerate(["cudnn"] + [v.name for v in variants]):
         row = [cell[n] for cell in cells]
         over = [math.log(x / cell[1]) for x, cell in zip(row, cells) if x == x]
         text = "".join(f"{x:6.0f}" if x == x else "     -" for x in row)
-        print(f"{name:28s}{text}   {math.exp(sum(over) / len(over)):.3f}", flush=True)
-
-
-def show(title, lengths, rows):
-    print(f"{title:44s}" + "".join(f"{n:>7d}" for n in lengths))
-    for name, speeds in rows.items():
-        ratios = " ".join(f"{x / y:.2f}" for x, y in zip(speeds, rows["cudnn"]))
-        print(f"{name:44s}" + "".join(f"{x:7.0f}" for x in speeds) + "   " + ratios, flush=True)
-
-
-def backward_table(variants, head_dim, causal, lengths, budget):
-    heads = 2048 // head_dim
-    rows = {"cudnn": []} | {v.name: [] for v in variants}
-    for length in lengths:
-        shape = max(1, 16384 // length), heads, length, head_dim
-        flop = 1e-8 * shape[0] * heads * length**2 * head_dim / (1 + causal)
-        q, k, v, do = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(4))
-        side = torch.cuda.Stream()
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.cuda.stream(side):
-            inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-            o = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=bool(causal))
-        rows["cudnn"].append(flop / milliseconds(lambda: torch.autograd.grad(o, inputs, do, retain_graph=True), budget,
-                                                 side))
-        for variant in variants:
-            variant.prepare(q, k, v, do, [torch.empty_like(t) for t in (q, k, v)], causal=causal)
-            rows[variant.name].append(flop / milliseconds(variant, budget))
-    show(f"d{head_dim} {'causal' if causal else 'full'}", lengths, rows)
+        print(f"{name:{width}s}{text}   {math.exp(sum(over) / max(len(over), 1)):.3f}", flush=True)
 
 
 def main():
@@ -223,24 +193,24 @@ def main():
     p.add_argument("--head-dim", default="64,96,128,192,256")
     p.add_argument("--rows", default="512,2048,8192")
     p.add_argument("--ms", type=float, default=1.5, help="milliseconds for each time")
+    p.add_argument("--rounds", type=int, default=9, help="times for each variant and problem")
     args = p.parse_args()
     lib = C.CDLL(args.lib)
     lib.tune_name.restype = lib.tune_error.restype = lib.tune_backward_name.restype = C.c_char_p
     sizes = [int(n) for n in args.head_dim.split(",")]
     variants = [Variant(lib, n) for n in range(lib.tune_count())]
     if args.backward:
-        variants = [Backward(lib, n, variants) for n in range(lib.tune_backward_count())]
+        forwards, variants = variants, []
+        for n in range(lib.tune_backward_count()):
+            for any_order in range(1 + lib.tune_backward_has_sums(n)):
+                variants.append(Backward(lib, n, forwards, bool(any_order)))
     variants = [v for v in variants if v.head_dim in sizes]
     for variant in variants if args.check else []:
         error = variant.check() if args.backward else check(variant)
         print(f"{variant.name:44s} worst relative error {error:.1e}", flush=True)
-    lengths = [int(n) for n in args.rows.split(",")]
     for size in sorted({v.head_dim for v in variants}):
         some = [v for v in variants if v.head_dim == size]
-        if not args.backward:
-            table(some, size, lengths, args.ms)
-        for causal in (0, 1) if args.backward else ():
-            backward_table(some, size, causal, lengths, args.ms)
+        table(some, size, [int(n) for n in args.rows.split(",")], args.ms, args.rounds)
 
 
 if __name__ == "__main__":

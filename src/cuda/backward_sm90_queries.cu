@@ -1,121 +1,14 @@
-/* The Hopper backward's dQ: each warpgroup owns 64 queries and has S and dP of the next keys computed while dS of the
- * ones before meets K. See backward_sm90.cuh. */
-#include "backward_sm90.cuh"
-
-template <class T, class C, bool CAPPED, int GROUP>
-__device__ static void queries(const backward_job &p, backward_shared<C> &s)
-{
-    constexpr int D = C::D;
-    const args &a = p.a;
-    const int lane = threadIdx.x % 32, row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const score_rule &rule = p.rule;
-    for (int n = 0, tile = 0;; n++) {
-        const int slot = n % C::SLOTS;
-        const piece &w = s.work[slot];
-        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
-        if (!uniform(w.exists))
-            return;
-        const uint64_t Q = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
-        const uint64_t dO = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
-        const int64_t at = ((int64_t)w.batch * a.Hq + w.head) * p.pitch + w.memory_row;
-        const int r0 = min(row, w.rows - 1), r1 = min(row + 8, w.rows - 1); /* rows that do not exist see no column */
-        const float L[2] = { p.L[at + r0], p.L[at + r1] }, delta[2] = { p.delta[at + r0], p.delta[at + r1] };
-        const bool large = __any_sync(~0u, is_large(L[0]) || is_large(L[1]));
-        const int inside = uniform(large ? INT32_MAX : w.inside[GROUP]), outside = uniform(w.outside[GROUP]);
-        const int begin = uniform(w.begin[GROUP]), end = uniform(w.end[GROUP]), tiles = uniform(w.tiles);
-        int column = w.start + begin * COLUMNS;
-        float dQ[D / 2];
-        uint32_t dS[COLUMNS / 16][4];
-        clear(dQ);
-        tile = skip(s, tile, begin);
-#pragma unroll 1
-        for (int j = begin; j < end; j++, tile++, column += COLUMNS) {
-            float S[COLUMNS / 2], dP[COLUMNS / 2];
-            if (j > begin) { /* first, so that K of the tile before makes room early */
-                wgmma_fence();
-                multiply_columns<T, D, COLUMNS>(dQ, dS, first_tile(s, tile - 1)); /* dQ += dS K, of the tile before */
-                wgmma_commit();
-            }
-            wait_first(s, tile);
-            wgmma_fence();
-            multiply_rows<T, D, C::ROWS, COLUMNS>(S, Q, first_tile(s, tile)); /* S  = Q K^T */
-            wgmma_commit();
-            wait_second(s, tile);
-            wgmma_fence();
-            multiply_rows<T, D, C::ROWS, COLUMNS>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
-            wgmma_commit();
-            if (j > begin) {
-                wgmma_wait<2>();
-                release_first(s, tile - 1);
-            }
-            wgmma_wait<1>();
-            probabilities_by_row<CAPPED>(S, L, rule, column >= inside && column + COLUMNS <= outside,
-                                         &s.range[slot][row], column + lane % 4 * 2);
-            keep_order(tile);
-            wgmma_wait<0>();
-            release_second(s, tile);
-            differentiate_by_row<CAPPED>(dP, S, L, delta, rule);
-            pack_rows<T, COLUMNS>(dS, dP);
-        }
-        if (begin < end) {
-            wgmma_fence();
-            multiply_columns<T, D, COLUMNS>(dQ, dS, first_tile(s, tile - 1));
-            wgmma_commit();
-            wgmma_wait<0>();
-            release_first(s, tile - 1);
-        }
-        tile = skip(s, tile, tiles - end);
-        named_sync(1 + GROUP, 128); /* all four warps are done with Q, whose rows become the way out */
-        store_result<T, C>(dQ, a.scale, a.d_q, a.D, a.accumulate, s.own[slot][0] + GROUP * 8192, w.rows - GROUP * 64,
-                           row_at(a.d_q, w.batch, w.head, w.memory_row + GROUP * 64), a.d_q.stride[2]);
-        fence_async();
-        release(&s.own_free[slot]);
-    }
-}
-
-template <class T, class C, bool CAPPED>
-__global__ void __launch_bounds__(C::THREADS, 1) dq_sm90(const __grid_constant__ backward_job p)
-{
-    extern __shared__ __align__(1024) char memory[];
-    auto &s = *(backward_shared<C> *)memory;
-    init_barriers(s);
-    if (!p.second)
-        wait_for_last();
-    const int group = uniform(threadIdx.x / 128);
-    if (group == C::CONSUMERS) {
-        fewer_registers<C::FEW>();
-        produce<C>(p, s);
-        wait_for_last(); /* when this kernel has ended, so has the one before */
-        return;
-    }
-    more_registers<C::MANY>();
-    if (group == 0)
-        queries<T, C, CAPPED, 0>(p, s);
-    else if (group == 1)
-        queries<T, C, CAPPED, 1>(p, s);
-    else if (C::CONSUMERS == 3)
-        queries<T, C, CAPPED, C::CONSUMERS - 1>(p, s);
-}
-
-template <class C> static heed_status run(const backward_job &p, int blocks, const heed_exec *x)
-{
-    static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
-    const bool half = p.a.q.dtype == HEED_F16, capped = p.a.softcap > 0;
-    auto kernel = half ? (capped ? dq_sm90<__half, C, true> : dq_sm90<__half, C, false>)
-                       : (capped ? dq_sm90<__nv_bfloat16, C, true> : dq_sm90<__nv_bfloat16, C, false>);
-    return launch_next(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
-}
-
-template <class C> static backward_kernel one() { return { C::D, C::ROWS, run<C> }; }
+/* dQ on Hopper for each head size. See backward_sm90_queries.cuh. */
+#include "backward_sm90_queries.cuh"
 
 /* Own tiles twice, so that the next one is there when one is done, where there is room. At D = 256 there is room for
  * one stage of V, which is enough: V is needed for dP alone, K for S and then dQ. Where tiles are short, K of four
  * tiles: it is needed until the next one is under way. */
 backward_kernel heed_sm90_dq(int head_dim)
 {
-    return head_dim <= 64    ? one<backward_shape<false, 64, 192, 2, 4, 4>>()
-           : head_dim <= 96  ? one<backward_shape<false, 96, 128, 2, 4, 2>>()
-           : head_dim <= 128 ? one<backward_shape<false, 128, 128, 2, 4, 2>>()
-           : head_dim <= 192 ? one<backward_shape<false, 192, 128, 1, 2, 2>>()
-                             : one<backward_shape<false, 256, 128, 1, 2, 1>>();
+    return head_dim <= 64    ? queries_kernel<backward_shape<false, 64, 192, 2, 4, 4>>()
+           : head_dim <= 96  ? queries_kernel<backward_shape<false, 96, 128, 2, 4, 2>>()
+           : head_dim <= 128 ? queries_kernel<backward_shape<false, 128, 128, 2, 4, 2>>()
+           : head_dim <= 192 ? queries_kernel<backward_shape<false, 192, 128, 1, 2, 2>>()
+                             : queries_kernel<backward_shape<false, 256, 128, 1, 2, 1>>();
 }

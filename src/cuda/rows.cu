@@ -199,17 +199,25 @@ heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x)
 
 /* ---- Fill -------------------------------------------------------------------------------------------------------- */
 
-/* A tensor and what to set it to; count is 0 where there is none. */
+/* A tensor and what to set it to; count is 0 where there is none. A tensor without gaps is so many pieces of 16 bytes,
+ * whatever the order of its dimensions. */
 struct filling {
     view t;
     rows_shape n;
     float value;
+    int64_t pieces; /* 0: row by row */
+    uint32_t bits;  /* of two elements of 16 bits or one of 32 */
 };
 
 /* Two at a time, as a launch takes longer than most of them. */
 __global__ void fill(const __grid_constant__ filling first, const __grid_constant__ filling second)
 {
     const filling &f = blockIdx.y ? second : first;
+    for (int64_t i = (int64_t)blockIdx.x * (32 * WARPS) + threadIdx.x; i < f.pieces;
+         i += (int64_t)gridDim.x * (32 * WARPS))
+        ((uint4 *)f.t.data)[i] = make_uint4(f.bits, f.bits, f.bits, f.bits);
+    if (f.pieces)
+        return;
     for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < f.n.count;
          row += (int64_t)gridDim.x * WARPS) {
         int64_t at = row_at(f.t, place_of(f.n, row));
@@ -218,15 +226,35 @@ __global__ void fill(const __grid_constant__ filling first, const __grid_constan
     }
 }
 
+/* Whether its elements lie side by side: taken by growing stride, each dimension begins where the ones before end. */
+static bool is_dense(const view &t, const int64_t shape[4])
+{
+    int64_t end = 1;
+    for (int dimensions = 0; dimensions < 4; dimensions++) {
+        int next = 0;
+        while (next < 4 && (shape[next] == 1 || t.stride[next] != end))
+            next++;
+        if (next < 4)
+            end *= shape[next];
+    }
+    return end == shape[0] * shape[1] * shape[2] * shape[3];
+}
+
 static filling filling_of(const view &t, const int64_t shape[4], float value)
 {
     const int64_t count = t.data ? shape[0] * shape[1] * shape[2] : 0;
-    return { t, { shape[1], shape[2], count, (int)shape[3] }, value };
+    filling f = { t, { shape[1], shape[2], count, (int)shape[3] }, value, 0, 0 };
+    const int64_t bytes = count * shape[3] * (t.dtype == HEED_F32 ? 4 : 2);
+    if ((value == 0.0f || t.dtype == HEED_F32) && is_dense(t, shape) && bytes % 16 == 0 && (uintptr_t)t.data % 16 == 0)
+        f.pieces = bytes / 16, memcpy(&f.bits, &value, sizeof value);
+    return f;
 }
 
 static heed_status fill_both(const filling &first, const filling &second, const heed_exec *x)
 {
-    const int64_t blocks = HEED_MIN(tiles_of(HEED_MAX(first.n.count, second.n.count), WARPS), 16384);
+    const int64_t one = first.pieces ? first.pieces / 32 : first.n.count,
+                  other = second.pieces ? second.pieces / 32 : second.n.count;
+    const int64_t blocks = HEED_MAX(HEED_MIN(tiles_of(HEED_MAX(one, other), WARPS), 16384), 1);
     void *arguments[] = { (void *)&first, (void *)&second };
     return heed_cuda_launch_grid((const void *)fill, dim3((unsigned)blocks, second.n.count ? 2 : 1), dim3(32 * WARPS),
                                  0, false, x, arguments);
