@@ -140,15 +140,16 @@ PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data)
     return result;
 }
 
-enum { SMALL = 1 << 20, ALIGNED = 256 }; /* bytes; what starts at such a multiple suits every kernel */
+enum { SMALL = 1 << 20, TOGETHER = 16 << 20 }; /* bytes: of hidden memory and what is seen of it; of several tensors */
+enum { ALIGNED = 256 };                        /* what starts at such a multiple suits every kernel */
 
 static int64_t aligned_bytes_of(const form *f) { return (bytes_of(f) + ALIGNED - 1) / ALIGNED * ALIGNED; }
 
-/* One piece of a GPU's memory, as an at::Tensor of bytes; NULL where it would not be small. */
+/* One piece of a GPU's memory, as an at::Tensor of bytes. */
 static void *new_piece(const view *v, int64_t bytes, void **base)
 {
     const form all = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .shape = { bytes }, .stride = { 1 } };
-    return libtorch.makes_tensors && libtorch.part_of && bytes && bytes <= SMALL ? new_tensor(v, &all, base) : NULL;
+    return libtorch.makes_tensors && libtorch.part_of && bytes ? new_tensor(v, &all, base) : NULL;
 }
 
 /* What begins at that byte of it, for Python. */
@@ -165,7 +166,8 @@ int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, v
     int64_t bytes = 0, offset = 0;
     for (int n = 0; n < count; n++)
         bytes += aligned_bytes_of(&f[n]);
-    void *base, *memory = v->device.type == DL_CUDA && of_exchange(like) ? new_piece(v, bytes, &base) : NULL;
+    const int fits = v->device.type == DL_CUDA && of_exchange(like) && bytes <= TOGETHER;
+    void *base, *memory = fits ? new_piece(v, bytes, &base) : NULL;
     int done = 0;
     for (; memory && done < count && (made[done] = part_of_piece(memory, offset, &f[done])); done++) {
         data[done] = (char *)base + offset;
