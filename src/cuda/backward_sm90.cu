@@ -366,11 +366,8 @@ static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed
     delta.data = (char *)t->terms.delta, delta.dtype = HEED_F32;
     delta.stride[0] = (int64_t)a->Hq * t->terms.pitch, delta.stride[1] = t->terms.pitch;
     delta.stride[2] = delta.stride[3] = 1;
-    args rest = *a;
-    if (leaves_gaps(*a) && t->of[0].tiles)
-        rest.col_step = 1, rest.col = 0;
     if (!status)
-        status = heed_cuda_prepare_backward(p, &rest, x);
+        status = heed_cuda_prepare_backward(p, a, x);
     return status ? status : heed_cuda_sink_gradient(*a, x);
 }
 

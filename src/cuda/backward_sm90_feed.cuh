@@ -79,12 +79,6 @@ __device__ inline int piece_at(const args &a, bool keys, int rows, int b, int ti
     return (int)(first / rows) + b + tile;
 }
 
-/* Whether keys off the stride are zeroed by who stores those on it. Padding is not, so there all are zeroed before. */
-__host__ __device__ inline bool leaves_gaps(const args &a)
-{
-    return (a.col_step != 1 || a.col) && !a.lengths_k && !a.offsets_k && !a.accumulate;
-}
-
 __device__ inline int place_of(const args &a, int tile, int head) { return tile * a.Hq + head; }
 
 /* Pieces of the keys or of the queries, in the workspace. */

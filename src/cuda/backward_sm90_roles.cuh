@@ -6,29 +6,6 @@
 
 #include "backward_sm90.cuh"
 
-/* Zeroes the keys off the stride that follow each of a group's, up to the next that it has, and those before the first. */
-template <class C>
-__device__ inline void clear_between(const view &t, int width, const args &a, const piece &w, int first, int rows)
-{
-    constexpr int CHUNKS = C::D / 8;
-    const int lane = threadIdx.x % 32, top = threadIdx.x / 32 % 4 * 16;
-    char *const out = t.data + row_at(t, w.batch, w.head, 0) * (t.dtype == HEED_F32 ? 4 : 2);
-    for (int i = lane; i < 16 * CHUNKS; i += 32) {
-        const int r = top + i / CHUNKS, column = i % CHUNKS * 8, key = (int)(a.col + (first + r) * a.col_step);
-        if (r >= rows || column >= width)
-            continue;
-        for (int row = first + r ? key + 1 : 0; row < key + a.col_step && row < a.k_rows; row++) {
-            if (row == key)
-                continue;
-            if (t.dtype != HEED_F32 && column + 8 <= width)
-                *(uint4 *)((uint16_t *)out + row * t.stride[2] + column) = make_uint4(0, 0, 0, 0);
-            else
-                for (int c = column; c < column + 8 && c < width; c++)
-                    store(t, row_at(t, w.batch, w.head, row) + c, 0.0f);
-        }
-    }
-}
-
 /* Writes dK (which = 0) or dV of a group of 64 keys by way of the K or V that it has been reading. */
 template <class T, class C>
 __device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const args &a, const piece &w, char *memory,
@@ -37,12 +14,9 @@ __device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const a
     const view &t = which ? a.d_v : a.d_k;
     if (!t.data)
         return;
-    const int width = which ? a.Dv : a.D, first = w.memory_row + group * 64, rows = w.rows - group * 64;
-    const int64_t at = row_at(t, w.batch, w.head, a.col + first * a.col_step);
-    store_result<T, C>(Y, which ? 1.0f : a.scale, t, width, a.accumulate, memory + group * 8192, rows, at,
-                       t.stride[2] * a.col_step, box);
-    if (leaves_gaps(a))
-        clear_between<C>(t, width, a, w, first, rows);
+    const int64_t at = row_at(t, w.batch, w.head, a.col + (w.memory_row + group * 64) * a.col_step);
+    store_result<T, C>(Y, which ? 1.0f : a.scale, t, which ? a.Dv : a.D, a.accumulate, memory + group * 8192,
+                       w.rows - group * 64, at, t.stride[2] * a.col_step, box);
 }
 
 /* The first role meets one tile of queries. dV of a tile goes before S of the next, so that dO makes room early. first:
