@@ -8,6 +8,18 @@
 #define AHEAD 32                       /* keys */
 #define DIRECT_SUMS (W == 16 ? 16 : 8) /* accumulators that fit in registers */
 
+/* Pairs of bf16 as in the tiles, but where there is AMX: there the pairs of vectors take twice as long as floats. */
+#define DIRECT_DOT (HEED_DOT && !HEED_AMX)
+#if DIRECT_DOT
+#define direct_madd vec_dot
+#define direct_scale vec_scale_pairs
+#define DIRECT_UNIT 2 /* elements in a unit */
+#else
+#define direct_madd vec_fma
+#define direct_scale vec_mul
+#define DIRECT_UNIT 1
+#endif
+
 /* Inlined into the rest of a tile, their sums would not stay in registers. */
 #define APART static __attribute__((noinline))
 
@@ -16,6 +28,17 @@ typedef struct direct_rows {
     const float *Q;
     int64_t ldq, rows;
 } direct_rows;
+
+static inline int64_t direct_units(int64_t n) { return DIRECT_DOT ? units_of(n) : round_up(n, W); }
+
+/* One row as units. */
+static void direct_row(float *to, const source *x, int64_t n)
+{
+    if (DIRECT_DOT)
+        unit_row(to, x, n);
+    else
+        load_row(to, x->t->dtype, source_row(x, n), x->t->stride[3], x->dim, direct_units(x->dim));
+}
 
 static inline void prefetch_row(const source *x, int64_t n)
 {
@@ -40,7 +63,7 @@ INLINE void direct_products(heed_dtype type, const int R, float *s, const float 
         each(r, R) {
             vec row = vec_load(q + r * ldq + u);
             each(c, 4)
-                x[r][c] = vec_madd(row, key[c], x[r][c]);
+                x[r][c] = direct_madd(row, key[c], x[r][c]);
         }
     }
     each(r, R)
@@ -62,9 +85,9 @@ INLINE void direct_keys(heed_dtype type, float *s, const direct_rows *x, const v
 APART void direct_scores(const direct_rows *x, float *S, int64_t n0, int64_t from, int64_t to)
 {
     const heed_tensor *t = x->k.t;
-    int64_t units = units_of(x->k.dim);
-    int whole = t->stride[3] == 1 && x->k.dim == units * PER_UNIT;
-    int ahead = HEED_DOT || t->dtype == HEED_F32; /* others are converted, and then asking takes longer than waiting */
+    int64_t units = direct_units(x->k.dim);
+    int whole = t->stride[3] == 1 && x->k.dim == units * DIRECT_UNIT;
+    int ahead = DIRECT_DOT || t->dtype == HEED_F32; /* others are converted: asking takes longer than waiting */
     for (int64_t c = from / 4 * 4; c < to; c += 4) {
         float copies[4][HEED_MAX_HEAD_DIM + W];
         const void *k[4];
@@ -75,11 +98,11 @@ APART void direct_scores(const direct_rows *x, float *S, int64_t n0, int64_t fro
                 prefetch_row(&x->k, n + AHEAD);
             k[i] = source_row(&x->k, n);
             if (!whole) {
-                unit_row(copies[i], &x->k, n);
+                direct_row(copies[i], &x->k, n);
                 k[i] = copies[i];
             }
         }
-        if (whole && PER_UNIT == 1)
+        if (whole && DIRECT_UNIT == 1)
             FOR_TYPE(t->dtype, direct_keys, S + c, x, k, units);
         else
             direct_keys(HEED_F32, S + c, x, k, units);
@@ -90,7 +113,7 @@ APART void direct_scores(const direct_rows *x, float *S, int64_t n0, int64_t fro
  * which begin at a multiple of 2 W. */
 INLINE vec load_values(heed_dtype type, const char *const row[2], int64_t d, const int paired, const int half)
 {
-#if HEED_DOT
+#if DIRECT_DOT
     const uint16_t *a = (const uint16_t *)(const void *)row[0] + d, *b = (const uint16_t *)(const void *)row[1] + d;
     (void)type;
     if (!paired)
@@ -114,7 +137,7 @@ typedef struct value_rows {
 static void find_values(value_rows *v, const direct_rows *x, int64_t n0, int64_t from, int64_t to)
 {
     static const uint16_t zeros[HEED_MAX_HEAD_DIM];
-    v->from = from / PER_UNIT * PER_UNIT, v->to = to;
+    v->from = from / DIRECT_UNIT * DIRECT_UNIT, v->to = to;
     v->keys = HEED_MIN(to, x->k.s->keys - n0 - BC);
     v->key_bytes = x->k.dim * (x->k.t->dtype == HEED_F32 ? 4 : 2);
     for (int64_t c = v->from; c < to; c++)
@@ -133,17 +156,17 @@ INLINE void direct_columns(heed_dtype type, const int R, const int C, float *O, 
         each(n, C)
             sum[r][n] = keep ? vec_mul(vec_set1(keep[r]), vec_load(O + r * ldo + d + n * W)) : vec_zero();
     int64_t asks = d == 0 ? v->keys : 0;
-    for (int64_t c = v->from; c < v->to; c += PER_UNIT) {
-        each(i, PER_UNIT)
+    for (int64_t c = v->from; c < v->to; c += DIRECT_UNIT) {
+        each(i, DIRECT_UNIT)
             for (int64_t at = 0; c + i < asks && at < v->key_bytes; at += LINE)
                 __builtin_prefetch(v->key[c + i] + at, 0, 2);
         vec value[8];
         each(n, C)
             value[n] = load_values(type, v->row + c, d + n * W, C > 1, n % 2);
         each(r, R) {
-            vec p = vec_set1(P[r * LDS + c / PER_UNIT]);
+            vec p = vec_set1(P[r * LDS + c / DIRECT_UNIT]);
             each(n, C)
-                sum[r][n] = vec_madd(p, value[n], sum[r][n]);
+                sum[r][n] = direct_madd(p, value[n], sum[r][n]);
         }
     }
     each(r, R)
@@ -179,7 +202,7 @@ APART void direct_values(const direct_rows *x, float *O, int64_t ldo, const floa
     if (t->stride[3] == 1 && x->v.dim % W == 0 && !careful) {
         value_rows v;
         find_values(&v, x, n0, from, to);
-        if (PER_UNIT == 1)
+        if (DIRECT_UNIT == 1)
             FOR_TYPE(t->dtype, direct_values_as, x, O, ldo, P, &v, keep);
         else
             direct_values_as(HEED_BF16, x, O, ldo, P, &v, keep);
@@ -192,7 +215,7 @@ APART void direct_values(const direct_rows *x, float *O, int64_t ldo, const floa
         float row[HEED_MAX_HEAD_DIM];
         load_row(row, t->dtype, source_row(&x->v, n0 + c), t->stride[3], x->v.dim, x->v.dim);
         for (int64_t r = 0; r < x->rows; r++) {
-            float w = unit_value(P + r * LDS, c / PER_UNIT, c % PER_UNIT);
+            float w = DIRECT_DOT ? unit_value(P + r * LDS, c / 2, c % 2) : P[r * LDS + c];
             for (int64_t d = 0; w != 0 && d < x->v.dim; d++)
                 O[r * ldo + d] += w * row[d];
         }

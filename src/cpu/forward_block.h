@@ -179,15 +179,16 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     if (j->changes || !whole)
         for (int64_t r = 0; r < rows; r++)
             adjust_row(j, b->span, q[r], S + r * LDS, NULL, n0, from, to);
-    int as_units = HEED_DOT && !j->p->drop_below;
-    softmax_tile(S, b->m + r0, b->l + r0, keep, rows, from, to, j->changes ? LOG2E : j->s_scale * LOG2E, as_units,
-                 &b->next);
+    int pairs = b->is_direct ? DIRECT_DOT : HEED_DOT;
+    softmax_tile(S, b->m + r0, b->l + r0, keep, rows, from, to, j->changes ? LOG2E : j->s_scale * LOG2E,
+                 pairs && !j->p->drop_below, &b->next);
     for (int64_t r = 0; r < rows && j->p->drop_below; r++) {
         float *s = S + r * LDS, drop[BC];
         keep_row(j, b->span, q[r], drop, n0, from, to);
         for (int64_t c = from; c < to; c++)
             s[c] *= drop[c];
-        row_to_units(s, from, to);
+        if (pairs)
+            row_to_units(s, from, to);
     }
 
     right V = b->V;
@@ -263,11 +264,13 @@ static void query_rows(forward_block *b)
     for (int64_t r = 0; r < b->rows; r++) {
         float *to = b->room + r * b->f->ldq;
         q = rows_of(p, b->span, t, b->row[r].h, p->D);
-        unit_row(to, &q, b->row[r].i);
-        if (!b->is_direct)
+        if (!b->is_direct) {
+            unit_row(to, &q, b->row[r].i);
             continue;
-        for (int64_t u = 0; u < units_of(p->D); u += W)
-            vec_store(to + u, vec_scale_units(vec_load(to + u), vec_set1(b->j->k_scale)));
+        }
+        direct_row(to, &q, b->row[r].i);
+        for (int64_t u = 0; u < direct_units(p->D); u += W)
+            vec_store(to + u, direct_scale(vec_load(to + u), vec_set1(b->j->k_scale)));
     }
     b->direct = (direct_rows){ keys_of(p, b->span, &p->a.k, b->hk, p->D), keys_of(p, b->span, &p->a.v, b->hk, p->Dv),
                                b->room, b->f->ldq, b->rows };
