@@ -9,9 +9,18 @@
  *     P = exp(S - lse)    dS = P (dP - delta) dS/d(q.k)
  * a few elements at a time, which keeps the registers free for the results. */
 #include "launch.cuh"
-#include "tile_fp32.cuh"
+#include "scores_fp32.cuh"
 
-template <int WIDTH> using shared = shared_fp32<WIDTH, 1>; /* there are no registers for more */
+template <int WIDTH> using shared = shared_fp32<WIDTH>;
+
+constexpr int PART = 8; /* see add_products() */
+
+/* Queries whose scores are finished at once: on Blackwell there are no registers for more. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int AT_ONCE = 1;
+#else
+constexpr int AT_ONCE = 4;
+#endif
 
 struct row_facts {
     float lse, delta; /* lse is +inf for a row without gradient, so that its P is 0 */
@@ -30,6 +39,15 @@ __device__ static row_facts facts_of(const args &a, const span &q, const head &x
     return f;
 }
 
+/* What is known of each of the thread's queries. */
+template <bool KEY_MAJOR, int WIDTH> __device__ static void load_queries(float (&fact)[8], const float *facts)
+{
+    typedef shared<WIDTH> s;
+    facts += KEY_MAJOR ? s::column_of(0) : s::row_of(0);
+    load_four(fact, facts);
+    load_four(fact + 4, facts + (KEY_MAJOR ? s::columns_on(4) : s::rows_down(4)));
+}
+
 /* A tile of S, parked in shared memory, and dP in X become P after dropout, as dV wants it, where S was, and dS in X.
  * With to_scores dS is taken with respect to q.k, else with respect to S, as dbias wants it. whole: the band hides
  * nothing in this tile. */
@@ -40,50 +58,72 @@ __device__ static void differentiate(float (&X)[8][8], shared<WIDTH> &s, const a
     const span &q = s.sequence;
     const head &x = s.of;
     const bool capped = a.softcap > 0;
-    const uint64_t kept = a.drop_below ? draw_all<WIDTH, KEY_MAJOR>(a, q, x, i0, n0) : 0;
-    auto keep = [&](int r, int c) {
-        return !a.drop_below ? 1.0f : kept >> (KEY_MAJOR ? 8 * c + r : 8 * r + c) & 1 ? a.keep_scale : 0.0f;
-    };
-    auto query = [&](int r, int c) { return KEY_MAJOR ? s.column_of(c) : s.row_of(r); };
+    uint64_t kept = 0;
+    auto keep = [&](int r, int c) { return kept >> (KEY_MAJOR ? 8 * c + r : 8 * r + c) & 1 ? a.keep_scale : 0.0f; };
+    auto query = [](int r, int c) { return KEY_MAJOR ? c : r; };
+    float fact[8]; /* of the thread's queries */
+    load_queries<KEY_MAJOR, WIDTH>(fact, s.delta);
     if (capped)
-        for_each_query<KEY_MAJOR>(s, i0, n0, [&](auto &S) {
+        for_each_query<KEY_MAJOR, 1>(s, i0, n0, [&](auto &S) {
 #pragma unroll
             for (int c = 0; c < 8; c++)
-                S.X[c] = tanhf(S.X[c] * a.scale / a.softcap);
+                S.X[0][c] = tanhf(S.X[0][c] * a.scale / a.softcap);
         });
+    if (a.drop_below) {
+        kept = draw_all<WIDTH, KEY_MAJOR>(a, q, x, i0, n0);
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int c = 0; c < 8; c++)
+                X[r][c] *= keep(r, c);
+    }
 #pragma unroll
     for (int r = 0; r < 8; r++)
 #pragma unroll
-        for (int c = 0; c < 8; c++) {
-            X[r][c] = keep(r, c) * X[r][c] - s.delta[query(r, c)];
-            if (capped && to_scores) {
-                const float u = s.line(r)[s.column_of(c)];
+        for (int c = 0; c < 8; c++)
+            X[r][c] -= fact[query(r, c)];
+    float *own = s.own();
+    if (capped && to_scores)
+#pragma unroll
+        for (int r = 0; r < 8; r++)
+#pragma unroll
+            for (int c = 0; c < 8; c++) {
+                const float u = own[s.at(r, c)];
                 X[r][c] *= 1.0f - u * u;
             }
-        }
     const bool plain = whole && !has_extras(a);
-    if (!plain)
-        for_each_query<KEY_MAJOR>(s, i0, n0,
-                                  [&](auto &S) { finish_scores(S, capped ? a.softcap : a.scale, a, q, x, whole); });
+    auto finish = [&](auto &S) { finish_scores(S, capped ? a.softcap : a.scale, a, q, x, whole); };
+    if (!plain && AT_ONCE == 4 && scores_in_fours(a, q))
+        for_each_query<KEY_MAJOR, AT_ONCE>(s, i0, n0, finish);
+    else if (!plain)
+        for_each_query<KEY_MAJOR, 1>(s, i0, n0, finish);
     const float factor = plain ? a.scale : 1.0f, slope = to_scores ? a.scale : 1.0f;
+    load_queries<KEY_MAJOR, WIDTH>(fact, s.lse);
 #pragma unroll
-    for (int r = 0; r < 8; r++)
+    for (int c = 0; c < 8; c++)
 #pragma unroll
         for (int half = 0; half < 8; half += 4) {
-            float four[4], *at = s.line(r) + s.column_of(half);
+            asm volatile("" ::: "memory"); /* four at a time: there are no registers for all of S */
+            float four[4], *at = own + s.four_at(half, c);
             load_four(four, at);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int c = half + e;
+                const int r = half + (e ^ 1);
                 /* at most 0, but for the rounding of large numbers; NaN stays */
-                const float exponent = four[e] * factor - s.lse[query(r, c)];
-                const float P = expf(exponent > 0.0f ? 0.0f : exponent);
+                const float P = exp2_fast(min_or_nan(four[e] * factor - fact[query(r, c)], 0.0f) * LOG2E);
                 X[r][c] = P == 0.0f ? 0.0f : P * X[r][c] * slope; /* P = 0 hides the pair, whatever dP came out as */
-                four[e] = P * keep(r, c);
+                four[e] = P;
             }
             if (KEY_MAJOR)
                 *(float4 *)at = make_float4(four[0], four[1], four[2], four[3]);
         }
+    if (KEY_MAJOR && a.drop_below)
+        for_each_query<KEY_MAJOR, 1>(s, i0, n0, [&](auto &P) {
+#pragma unroll
+            for (int c = 0; c < 8; c++)
+                P.X[0][c] *= kept >> c & 1 ? a.keep_scale : 0.0f;
+            kept >>= 8;
+        });
 }
 
 /* ---- dQ ---------------------------------------------------------------------------------------------------------- */
@@ -102,12 +142,13 @@ __device__ static void query_tile(float (&X)[8][8], shared<WIDTH> &s, int &slot,
         s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, s.of.hk, n) : NOWHERE;
     }
     __syncthreads();
-    start_rows(s, slot, Q, K, 0);
+    start_rows(s, slot, Q, K);
     clear(X);
-    multiply_rows(X, s, slot, Q, K, [&](int free) { start_rows(s, free, dO, V, 0); }); /* S  = Q K^T */
+    multiply_rows<PART>(X, s, slot, Q, K, [](int) {}); /* S  = Q K^T */
+    start_rows(s, slot, dO, V);
     write_tile(s, X);
     clear(X);
-    multiply_rows(X, s, slot, dO, V, then); /* dP = dO V^T */
+    multiply_rows<PART>(X, s, slot, dO, V, then); /* dP = dO V^T */
     differentiate<false>(X, s, a, i0, n0, whole, to_scores);
 }
 
@@ -157,7 +198,7 @@ __global__ void __launch_bounds__(THREADS, 2) dq_portable(const __grid_constant_
         query_tile(dS, s, slot, a, i0, n0, n0 >= inside && n0 + s.COLUMNS <= outside, true,
                    [&](int free) { start_slice(s, free, K, 0, slice); });
         write_tile(s, dS);
-        multiply_tile(dQ, s, slot, K, slice); /* dQ += dS K */
+        multiply_tile<PART>(dQ, s, slot, K, slice); /* dQ += dS K */
     }
     __syncthreads();
     store_slice(dQ, s, a.d_q, slice, a.D, a.accumulate, [&](int row) {
@@ -190,15 +231,23 @@ template <int WIDTH> struct shared_dkv : shared<WIDTH> {
 
 __device__ static void exchange(float (&Y)[8][8], float4 (*waiting)[THREADS])
 {
+    const int thread = this_thread();
 #pragma unroll
-    for (int e = 0; e < 16; e++) {
-        float4 &mine = *(float4 *)&Y[e / 2][e % 2 * 4], theirs = waiting[e][threadIdx.x];
-        waiting[e][threadIdx.x] = mine;
-        mine = theirs;
+    for (int e = 0; e < 16; e++) { /* four rows as write_tile() has them */
+        const int r = e % 2 * 4, c = e / 2;
+        const float4 theirs = waiting[e][thread];
+        waiting[e][thread] = make_float4(Y[r + 1][c], Y[r][c], Y[r + 3][c], Y[r + 2][c]);
+        Y[r + 1][c] = theirs.x, Y[r][c] = theirs.y, Y[r + 3][c] = theirs.z, Y[r + 2][c] = theirs.w;
     }
 }
 
-/* dK, dV or both: where shared memory has no place for a second result, each has a launch of its own. */
+/* Turing's shared memory has no place for a second result: there each of dK and dV has a launch of its own. */
+#if HEED_TURING
+constexpr bool BOTH = false;
+#else
+constexpr bool BOTH = true;
+#endif
+
 template <int WIDTH>
 __global__ void __launch_bounds__(THREADS, 2)
     dkv_portable(const __grid_constant__ args a, int tiles, int slices, bool wants_k, bool wants_v)
@@ -206,75 +255,80 @@ __global__ void __launch_bounds__(THREADS, 2)
     extern __shared__ float4 memory[];
     auto &all = *(shared_dkv<WIDTH> *)memory;
     shared<WIDTH> &s = all;
-    unsigned index = blockIdx.x;
-    const int slice = index % slices * WIDTH;
-    index /= slices;
-    const unsigned heads = a.B * a.Hk;
-    const int n0 = index / heads * s.ROWS, hk = index % heads % a.Hk, b = index % heads / a.Hk;
-    const bool both = wants_k && wants_v;
-    meet_head(s, a, b, hk * a.G);
+    __shared__ struct {
+        int n0, b, hk, first, last, inside, outside;
+    } own; /* looked at too rarely for registers */
+    const int slice = blockIdx.x % slices * WIDTH;
+    if (threadIdx.x == 0) {
+        const unsigned index = blockIdx.x / slices, heads = a.B * a.Hk;
+        own.n0 = index / heads * s.ROWS, own.hk = index % heads % a.Hk, own.b = index % heads / a.Hk;
+    }
+    __syncthreads();
+    meet_head(s, a, own.b, own.hk * a.G);
     const span &q = s.sequence;
-    if (n0 >= q.keys)
+    if (own.n0 >= q.keys)
         return;
     if (threadIdx.x < s.ROWS) {
-        int n = n0 + threadIdx.x;
-        s.row[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, hk, n) : NOWHERE;
-        s.row[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, hk, n) : NOWHERE;
+        int n = own.n0 + threadIdx.x;
+        s.row[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, own.hk, n) : NOWHERE;
+        s.row[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, own.hk, n) : NOWHERE;
+    }
+    if (threadIdx.x == 0) {
+        int first, last, first_of_end, last_of_end;
+        band_of_key(a, q, own.n0, first, last);
+        band_of_key(a, q, min(own.n0 + s.ROWS, q.keys) - 1, first_of_end, last_of_end);
+        own.inside = max(first, first_of_end), own.outside = min(last, last_of_end);
+        own.first = min(first, first_of_end), own.last = max(last, last_of_end);
     }
     const rows_of K = { a.k, s.row[0], a.D }, V = { a.v, s.row[1], a.Dv };
     const rows_of Q = { a.q, s.column[0], a.D }, dO = { a.d_o, s.column[1], a.Dv };
     float Y[8][8]; /* dV, and dK in its turn */
     clear(Y);
-    if (both) {
+    if (BOTH) {
         exchange(Y, all.waiting);
         clear(Y);
     }
-    int first, last, first_of_end, last_of_end;
-    band_of_key(a, q, n0, first, last);
-    band_of_key(a, q, min(n0 + s.ROWS, q.keys) - 1, first_of_end, last_of_end);
-    const int inside = max(first, first_of_end), outside = min(last, last_of_end);
-    first = min(first, first_of_end), last = max(last, last_of_end);
-
     int slot = 0;
-    for (int h = hk * a.G; h < (hk + 1) * a.G; h++) {
-        meet_head(s, a, b, h);
-        for (int i0 = first; i0 < last; i0 += s.COLUMNS) {
+    for (int h = 0; h < a.G; h++) {
+        meet_head(s, a, own.b, own.hk * a.G + h);
+        for (int i0 = own.first; i0 < own.last; i0 += s.COLUMNS) {
             float X[8][8];
             meet_query_columns(s, a, q, s.of, i0);
-            start_rows(s, slot, K, Q, 0);
+            start_rows(s, slot, K, Q);
             clear(X);
-            multiply_rows(X, s, slot, K, Q, [&](int free) { start_rows(s, free, V, dO, 0); }); /* S^T  = K Q^T */
+            multiply_rows<PART>(X, s, slot, K, Q, [](int) {}); /* S^T  = K Q^T */
+            start_rows(s, slot, V, dO);
             write_tile(s, X);
             clear(X);
-            multiply_rows(X, s, slot, V, dO, [&](int free) { /* dP^T = V dO^T */
-                                                             if (wants_v)
-                                                                 start_slice(s, free, dO, 0, slice);
+            multiply_rows<PART>(X, s, slot, V, dO, [&](int free) { /* dP^T = V dO^T */
+                                                                   if (BOTH || wants_v)
+                                                                       start_slice(s, free, dO, 0, slice);
             });
-            differentiate<true>(X, s, a, i0, n0, i0 >= inside && i0 + s.COLUMNS <= outside, true);
-            if (wants_v)
-                multiply_tile(Y, s, slot, dO, slice); /* dV += P^T dO */
-            if (wants_k) {
+            differentiate<true>(X, s, a, i0, own.n0, i0 >= own.inside && i0 + s.COLUMNS <= own.outside, true);
+            if (BOTH || wants_v)
+                multiply_tile<PART>(Y, s, slot, dO, slice); /* dV += P^T dO */
+            if (BOTH || wants_k) {
                 start_slice(s, slot, Q, 0, slice);
                 __syncthreads();
                 write_tile(s, X);
-                if (both)
+                if (BOTH)
                     exchange(Y, all.waiting);
-                multiply_tile(Y, s, slot, Q, slice); /* dK += dS^T Q */
-                if (both)
+                multiply_tile<PART>(Y, s, slot, Q, slice); /* dK += dS^T Q */
+                if (BOTH)
                     exchange(Y, all.waiting);
             }
             __syncthreads();
         }
     }
-    auto own = [&](const view &t) {
-        return [&](int row) { return n0 + row < q.keys ? key_at(a, q, t, hk, n0 + row) : NOWHERE; };
+    auto place = [&](const view &t) {
+        return [&](int row) { return own.n0 + row < q.keys ? key_at(a, q, t, own.hk, own.n0 + row) : NOWHERE; };
     };
     if (wants_v)
-        store_slice(Y, s, a.d_v, slice, a.Dv, a.accumulate, own(a.d_v));
-    if (both)
+        store_slice(Y, s, a.d_v, slice, a.Dv, a.accumulate, place(a.d_v));
+    if (BOTH)
         exchange(Y, all.waiting);
     if (wants_k)
-        store_slice(Y, s, a.d_k, slice, a.D, a.accumulate, own(a.d_k));
+        store_slice(Y, s, a.d_k, slice, a.D, a.accumulate, place(a.d_k));
 }
 
 /* ---- dbias ------------------------------------------------------------------------------------------------------- */
@@ -292,7 +346,7 @@ __device__ static void store_bias(const args &a, shared<WIDTH> &s, int b, int h,
         float sum = 0.0f;
         for (int c = one_column ? 0 : column; c < (one_column ? COLUMNS : column + 1); c++)
             for (int r = one_row ? 0 : row; r < (one_row ? ROWS : row + 1); r++)
-                sum += s.line_at(r)[c];
+                sum += s.tile[c * s.LINE + (r ^ 1)];
         int64_t j = one_column ? 0 : a.col + (n0 + column) * a.col_step;
         store(a.d_bias, row_at(a.d_bias, b, h, one_row ? 0 : i0 + row) + j * a.d_bias.stride[3], sum);
     }
@@ -376,15 +430,15 @@ template <int WIDTH> static heed_status run_dq(const args &a, const heed_exec *x
 template <int WIDTH>
 static heed_status run_dkv(const args &a, bool wants_k, bool wants_v, const heed_plan *plan, const heed_exec *x)
 {
-    const bool both = wants_k && wants_v;
-    if (both && plan->device.shared_bytes < sizeof(shared_dkv<WIDTH>)) {
+    const bool one = plan->device.arch < 80; /* see BOTH */
+    if (one && wants_k && wants_v) {
         heed_status status = run_dkv<WIDTH>(a, true, false, plan, x);
         return status ? status : run_dkv<WIDTH>(a, false, true, plan, x);
     }
     int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     int64_t tiles = tiles_of(keys, shared<WIDTH>::ROWS), slices = tiles_of(HEED_MAX(a.D, a.Dv), WIDTH);
     return launch(dkv_portable<WIDTH>, tiles * slices * a.Hk * a.B, THREADS,
-                  both ? sizeof(shared_dkv<WIDTH>) : sizeof(shared<WIDTH>), x, a, (int)tiles, (int)slices, wants_k,
+                  one ? sizeof(shared<WIDTH>) : sizeof(shared_dkv<WIDTH>), x, a, (int)tiles, (int)slices, wants_k,
                   wants_v);
 }
 

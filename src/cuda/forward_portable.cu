@@ -2,20 +2,15 @@
  * 128 rows of one head, or 64 of a wide one, and a slice of V's columns, and meets the keys a tile at a time; a head
  * with more than one slice computes its scores once for each. */
 #include "launch.cuh"
-#include "tile_fp32.cuh"
+#include "scores_fp32.cuh"
 
-/* Blackwell's compilers are a few registers short of more. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-template <int WIDTH> using shared = shared_fp32<WIDTH, 2>;
-#else
-template <int WIDTH> using shared = shared_fp32<WIDTH, 4>;
-#endif
+template <int WIDTH> using shared = shared_fp32<WIDTH>;
 
 /* The threads of a row are neighbours. */
 template <int GROUPS> __device__ static float row_max(float x)
 {
 #pragma unroll
-    for (int lane = 1; lane < GROUPS; lane *= 2)
+    for (int lane = 2; lane < 2 * GROUPS; lane *= 2)
         x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
     return x;
 }
@@ -23,7 +18,7 @@ template <int GROUPS> __device__ static float row_max(float x)
 template <int GROUPS> __device__ static float row_sum(float x)
 {
 #pragma unroll
-    for (int lane = 1; lane < GROUPS; lane *= 2)
+    for (int lane = 2; lane < 2 * GROUPS; lane *= 2)
         x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
@@ -34,9 +29,11 @@ template <int WIDTH>
 __device__ static void softmax_step(float (&S)[8][8], shared<WIDTH> &s, float factor, float *m, float (&l)[8],
                                     float (&rescale)[8])
 {
+    const bool first = s.t() == 0;
+    m += s.row_of(0);
 #pragma unroll
     for (int r = 0; r < 8; r++) {
-        const float before = m[s.row_of(r)];
+        const float before = m[s.rows_down(r)];
         float most = before, sum = 0.0f;
 #pragma unroll
         for (int c = 0; c < 8; c++) {
@@ -45,15 +42,15 @@ __device__ static void softmax_step(float (&S)[8][8], shared<WIDTH> &s, float fa
         }
         most = row_max<s.CG>(most);
         const float base = most == -CUDART_INF_F ? 0.0f : most;
-        rescale[r] = expf(before - base);
+        rescale[r] = exp2_fast((before - base) * LOG2E);
 #pragma unroll
         for (int c = 0; c < 8; c++) {
-            S[r][c] = expf(S[r][c] - base);
+            S[r][c] = exp2_fast((S[r][c] - base) * LOG2E);
             sum += S[r][c];
         }
         __syncwarp(); /* all have read it */
-        if (s.t() == 0)
-            m[s.row_of(r)] = most;
+        if (first)
+            m[s.rows_down(r)] = most;
         l[r] = l[r] * rescale[r] + sum;
     }
 }
@@ -102,12 +99,15 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
         __syncthreads();
         float S[8][8], factor = a.scale, rescale[8];
         clear(S);
-        start_rows(s, slot, Q, K, 0);
-        multiply_rows(S, s, slot, Q, K, [&](int free) { start_slice(s, free, V, 0, slice); }); /* S  = Q K^T */
+        start_rows(s, slot, Q, K);
+        multiply_rows<16>(S, s, slot, Q, K, [&](int free) { start_slice(s, free, V, 0, slice); }); /* S  = Q K^T */
         const bool whole = n0 >= inside && n0 + COLUMNS <= outside;
         if (!whole || has_extras(a)) {
             write_tile(s, S);
-            for_each_query<false>(s, i0, n0, [&](auto &some) { score(some, a.scale, a, q, x, whole); });
+            if (scores_in_fours(a, q))
+                for_each_query<false, 4>(s, i0, n0, [&](auto &some) { finish_scores(some, a.scale, a, q, x, whole); });
+            else
+                for_each_query<false, 1>(s, i0, n0, [&](auto &some) { score(some, a.scale, a, q, x, whole); });
             read_tile(s, S);
             factor = 1.0f;
         }
@@ -123,12 +123,12 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
         write_tile(s, S);
         float PV[8][8]; /* summed apart: over many keys that is the more accurate */
         clear(PV);
-        multiply_tile(PV, s, slot, V, slice); /* O  = a O + P V */
+        multiply_tile<16>(PV, s, slot, V, slice); /* O  = a O + P V */
 #pragma unroll
         for (int r = 0; r < 8; r++)
 #pragma unroll
             for (int c = 0; c < 8; c++)
-                O[r][c] = fmaf(O[r][c], rescale[r], PV[r][c]);
+                O[r][c] = fmaf(O[r][c], rescale[r ^ 1], PV[r][c]);
     }
 
     __syncthreads(); /* m is that of the last tile */
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
         }
 #pragma unroll
         for (int c = 0; c < 8; c++)
-            O[r][c] *= rescale;
+            O[r ^ 1][c] *= rescale;
         if (a.lse.data && slice == 0 && s.t() == 0 && i < q.rows)
             store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
     }

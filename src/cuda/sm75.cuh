@@ -142,6 +142,19 @@ template <int BYTES = 16> __device__ inline void copy_async(uint32_t to, const v
 #endif
 }
 
+/* 16 bytes to shared memory, of zeros where they are not to be had: fewer instructions than a number of bytes. */
+__device__ inline void copy_or_clear(uint32_t to, const void *from, bool exists)
+{
+#if HEED_TURING
+    copy_async<16>(to, from, exists ? 16 : 0);
+#else
+    asm volatile("{\n.reg .pred absent;\nsetp.eq.s32 absent, %2, 0;\n"
+                 "cp.async.cg.shared.global [%0], [%1], 16, absent;\n}" ::"r"(to),
+                 "l"(from), "r"((int)exists)
+                 : "memory");
+#endif
+}
+
 __device__ inline void commit_copies()
 {
 #if !HEED_TURING
