@@ -1,14 +1,14 @@
 """Problems of microseconds and strided ones on one GPU, heed beside PyTorch, in one process.
 
     python3 bench/small.py replay  [--lib PATH] [--dtype f32,f16]   forward and both: replays of a CUDA graph
-    python3 bench/small.py modes   [--lib PATH] [--dtype f32,f16]   the same under masks, for head sizes 8 to 256, ...
+    python3 bench/small.py modes   [--lib PATH] [--only WORDS]      the same under masks, for head sizes 8 to 256, ...
     python3 bench/small.py user    [--dtype f32,f16]                eager calls of the Python package, by the host's clock
     python3 bench/small.py strided                                  keys off a stride, through the Python package
 
 A ratio is PyTorch's time over heed's. PyTorch is the fastest backend of scaled_dot_product_attention that takes the problem;
 `plain` is matmul, softmax, matmul, and `naive` the same over all keys with those off the stride masked. In `replay` and
 `modes` a time is that of one call among twenty in a graph. In `user` it is that of one call among many in a row, without
-waiting for any but the last: what a loop costs. Who is timed takes turns.
+waiting for any but the last: what a loop costs. In `user` and `strided` those who are timed take turns.
 """
 import argparse
 import ctypes as C
@@ -35,8 +35,7 @@ def normal(dtype, *shape):
 
 # ---- Replays of a graph ----------------------------------------------------------------------------------------------
 
-def graph_us(call, repeats=20):
-    """Microseconds of one call inside a graph of many."""
+def graph_of(call, repeats):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call(), call()
@@ -44,6 +43,12 @@ def graph_us(call, repeats=20):
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(repeats):
                 call()
+    return graph
+
+
+def graph_us(call, repeats=20):
+    """Microseconds of one call inside a graph of many."""
+    graph = graph_of(call, repeats)
     return 1e3 * min(median_ms(graph.replay, 20) for _ in range(2)) / repeats
 
 
@@ -131,10 +136,12 @@ def problems(name):
         yield f"d{size} causal, 256 keys", *square(256, size), dict(causal=1), dict(is_causal=True), 1
 
 
-def modes(lib, dtypes):
+def modes(lib, dtypes, only):
     print("microseconds in a graph, B, H = 4, 12, S = 128, d64 where nothing else is said; of heed: rows of the table")
     for name in dtypes:
         for text, shape, keys, heads, mine, theirs, stride in problems(name):
+            if not any(word in text for word in only.split(",")):
+                continue
             b, _, _, d = shape
             q, k, v, g = normal(name, *shape), *(normal(name, b, heads, keys, d) for _ in range(2)), normal(name, *shape)
             heed = OnStream(lib, q, k, v, g, None, name, **mine)
@@ -206,12 +213,15 @@ def strided():
                 "naive": lambda *x: heed.naive_strided_attention(*x, stride)}
         for text, inputs in (("forward", (q, k, v)), ("both", leaves)):
             backward = inputs is leaves
-            times = {}
+            graphs = {}
             for way, function in ways.items():
                 with torch.set_grad_enabled(backward):
                     run = lambda: torch.autograd.grad(function(*inputs), inputs, g) if backward else function(*inputs)
-                    times[way] = graph_us(run, 1 if way == "naive" else 5)
-                torch.cuda.empty_cache()
+                    graphs[way] = graph_of(run, 1)
+            turns = [{way: 1e3 * median_ms(graph.replay, 20) for way, graph in graphs.items()} for _ in range(3)]
+            times = {way: statistics.median(turn[way] for turn in turns) for way in ways}
+            del graphs
+            torch.cuda.empty_cache()
             sliced = min(times["views"], times["copies"])
             print(f"{name:<5}{','.join(map(str, shape)):<16} 1 of {stride}  {text:<8}" + "".join(
                 f"{t:10.1f}" for t in times.values()) + f"   sliced {sliced / times['heed']:.2f}"
@@ -223,13 +233,14 @@ def main():
     p.add_argument("what", choices=("replay", "modes", "user", "strided"))
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--dtype", default="f32,f16,bf16")
+    p.add_argument("--only", default="", metavar="WORDS", help="modes: those whose names have one of these")
     args = p.parse_args()
     dtypes = args.dtype.split(",")
     if args.what in ("user", "strided"):
         return user(dtypes) if args.what == "user" else strided()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
-    (replay if args.what == "replay" else modes)(lib, dtypes)
+    replay(lib, dtypes) if args.what == "replay" else modes(lib, dtypes, args.only)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,8 @@ int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
             snprintf(why, size, "does not take: rows so far apart");
             return 0;
         }
-    const int64_t limit = uses & HEED_ONLY_SHORT ? HEED_SHORT : HEED_SMALL / HEED_MAX(HEED_MAX(p->D, p->Dv), 1);
+    const int64_t head_dim = HEED_MAX(HEED_MAX(p->D, p->Dv), 1), width = bytes == 4 && head_dim > 32 ? 64 : head_dim;
+    const int64_t limit = uses & HEED_ONLY_SHORT ? HEED_SHORT : HEED_SMALL / width; /* fp32 is computed as 32 or 64 */
     if (most > limit)
         snprintf(why, size, "takes up to %" PRId64 " %s of this head_dim, these are %" PRId64, limit,
                  keys == most ? "keys" : "rows", most);

@@ -310,6 +310,8 @@ TEST(few_rows_and_keys_get_kernels_of_their_own)
           HEED_F32, "a100" },
         { 70, HEED_SMALL / 32 + 1, 32, "small_f32: passed over: takes up to 160 keys of this head_dim, these are 161",
           HEED_F32, "a100" },
+        { HEED_SMALL / 64 + 1, 70, 36, "small_f32: passed over: takes up to 80 rows of this head_dim, these are 81",
+          HEED_F32, "a100" },
         { 70, 70, 30, "small_f32: passed over: takes head_dim in multiples of 4, this is 30", HEED_F32, "a100" },
         { 70, 70, 72, "small_f32: passed over: takes head_dim up to 64, this is 72", HEED_F32, "a100" },
         { 70, 70, 64, "small_f16: taken", HEED_F16, "a100" },

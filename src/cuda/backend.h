@@ -56,8 +56,8 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
             HEED_ONLY_SHORT
 #define HEED_NEEDS_forward_sm90short HEED_NEEDS_sm90short
 #define HEED_NEEDS_backward_sm90short HEED_NEEDS_sm90short
-#define HEED_NEEDS_forward_sm90exact HEED_NEEDS_sm90short
-#define HEED_NEEDS_backward_sm90exact HEED_NEEDS_sm90short
+#define HEED_NEEDS_forward_sm90exact HEED_NEEDS_sm90short | HEED_USES_MASK | HEED_USES_BIAS
+#define HEED_NEEDS_backward_sm90exact HEED_NEEDS_forward_sm90exact
 
 #define HEED_NEEDS_forward_small                                                                                       \
     80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 64,                                                                          \

@@ -1,329 +1,12 @@
-/* Backward for fp32 on tensor cores, head sizes to 128, on sm_80 to sm_90: each operand is two numbers of fp16
- * (split.cuh), made by a pass over q, k, v and d_o before the kernel. Without atomics: a block owns 64 keys and meets
- * the queries of its group's heads 32 at a time, or owns 64 queries and meets the keys. With A the rows it owns and B
- * those it meets it is one computation,
- *
- *     owner of     A1 A2    B1 B2    S = A1 B1^T, dP = A2 B2^T, then P and dS              results
- *     keys         K  V     Q  dO                                         dV += P B2       dK += dS B1
- *     queries      Q  dO    K  V                                                           dQ += dS B1
- *
- * and P and dS, whose rows are the owner's, are left operands where they are. Each of their rows gets a power of two of
- * its own, so that it is far from fp16's smallest numbers; results are kept in units of 2^-e, with e for each row. */
-#include "split.cuh"
+/* Backward for fp32 on tensor cores, head sizes to 128, on sm_80 to sm_90: backward_split.cuh. */
+#include "backward_split.cuh"
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, MEET = 32, NT = MEET / 8;
-
-/* A warp's scores. KEYS: its 16 rows are keys, else queries. */
-template <bool KEYS> struct own_tile {
-    static constexpr int R = KEYS ? 2 * NT : 2, C = KEYS ? 2 : 2 * NT;
-    static constexpr bool EXACT = true;
-    float (&X)[1][NT][4];
-    const int *lows, *highs; /* of the tile's first query */
-    int i0, n0, query0;      /* first query and first key of this lane; its first query of the tile */
-    static __device__ constexpr int down(int r) { return r * 8; }
-    static __device__ constexpr int across(int c) { return c / 2 * 8 + c % 2; }
-    __device__ float &at(int r, int c) { return KEYS ? X[0][r / 2][c * 2 + r % 2] : X[0][c / 2][r * 2 + c % 2]; }
-    static __device__ constexpr int later(int r) { return KEYS ? across(r) : down(r); }
-    static __device__ constexpr int apart(int c) { return KEYS ? down(c) : across(c); }
-    __device__ int row(int r) const { return i0 + later(r); }
-    __device__ int key(int c) const { return n0 + apart(c); }
-    __device__ int low(int r) const { return lows[query0 + later(r)]; }
-    __device__ int high(int r) const { return highs[query0 + later(r)]; }
-};
-
-template <int D> struct shared_backward {
-    static constexpr int SLOTS = D == 64 ? 2 : 1;
-    char A1[split_bytes<D, SPLIT_ROWS>], A2[split_bytes<D, SPLIT_ROWS>];
-    char B1[SLOTS][split_bytes<D, MEET>], B2[SLOTS][split_bytes<D, MEET>];
-    row_facts_split facts[2 * MEET]; /* of the queries: the block's own, or those in either slot */
-    int low[2 * MEET], high[2 * MEET];
-    span sequence; /* what is looked at once for each tile lies here and not in registers */
-    head of[2];
-    int first, last, inside, outside; /* what of the other side some of the own rows see, and what all of them do */
-};
-
-/* A result of 16 rows, in units of 2^-e for either of the lane's rows. */
-template <int D> struct gradient {
-    float x[1][D / 8][4];
-    int e[2];
-    __device__ gradient()
-    {
-#pragma unroll
-        for (int n = 0; n < D / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                x[0][n][i] = 0.0f;
-        e[0] = e[1] = 1000;
-    }
-
-    /* += X B, with the shift of B's tile. X is spoilt. */
-    __device__ void add(float (&X)[1][NT][4], uint32_t B, int s)
-    {
-        float before[2], now[2];
-        int up[2];
-        raise_rows(X, up);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int least = min(e[r], up[r] + s);
-            before[r] = power(least - e[r]), now[r] = power(least - up[r] - s);
-            e[r] = least;
-        }
-        multiply_split_tile<D, MEET>(x, before, now, split_operand<1, NT / 2>(X), B, 0);
-    }
-
-    __device__ void finish(float scale)
-    {
-#pragma unroll
-        for (int n = 0; n < D / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                x[0][n][i] = times_power(x[0][n][i] * scale, -e[i / 2]);
-    }
-};
-
-/* ---- The other side ---------------------------------------------------------------------------------------------- */
-
-/* Where in it a block is: rows at .. + MEET of head h. Queries of all heads of a group, keys of one. */
-struct place {
-    int h, at;
-};
-
-template <bool KEYS, int D>
-__device__ static void meet(shared_backward<D> &s, int slot, const args &a, const split_tensors &split, place p)
-{
-    const span &q = s.sequence;
-    const split_rows &B1 = KEYS ? split.q : split.k, &B2 = KEYS ? split.d_o : split.v;
-    const int batch = KEYS ? q.q_batch : q.k_batch, row = (KEYS ? q.q_row : q.k_row) + p.at;
-    const int rows = (KEYS ? q.rows : q.keys) - p.at;
-    copy_split<D, MEET, THREADS>(shared_address(s.B1[slot]), split_row<D>(B1, batch, p.h, row), rows);
-    copy_split<D, MEET, THREADS>(shared_address(s.B2[slot]), split_row<D>(B2, batch, p.h, row), rows);
-    if (KEYS && threadIdx.x < MEET) {
-        const int i = min(p.at + (int)threadIdx.x, q.rows - 1), to = slot * MEET + threadIdx.x;
-        copy_async(shared_address(&s.facts[to]),
-                   split.facts + ((int64_t)q.q_batch * a.Hq + p.h) * a.q_rows + q.q_row + i, 16);
-        band_of_row(a, q, i, s.low[to], s.high[to]);
-        if (p.at + (int)threadIdx.x >= q.rows)
-            s.low[to] = s.high[to] = 0; /* sees nothing */
-    }
-    if (KEYS && threadIdx.x == MEET)
-        s.of[slot] = head_of(a, q, p.h);
-    commit_copies();
-}
-
-/* ---- Scores ------------------------------------------------------------------------------------------------------ */
-
-__device__ static void clear(float (&x)[1][NT][4])
-{
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            x[0][n][e] = 0.0f;
-}
-
-/* From S = A1 B1^T 2^shifts and dP = A2 B2^T 2^d_shifts to P, after dropout, and dS without the scale. */
-template <bool GENERAL, class Tile>
-__device__ static void differentiate(Tile &S, Tile &dP, const row_facts_split *facts, const args &a, const span &q,
-                                     const head &x, int shifts, int d_shifts, bool whole)
-{
-    for (; d_shifts > 100; d_shifts -= 100) /* so that its power of two is a number of fp32 */
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                dP.X[0][n][e] *= power(-100);
-    const float down = power(max(-126, min(127, -d_shifts)));
-    const float c2 = fmaxf(fminf(times_power(a.scale, -shifts), 2e38f), 1.2e-38f) * LOG2E;
-    float slope[Tile::R][Tile::C];
-    if (GENERAL) {
-        const float up = power(-shifts / 2), further = power(-shifts - -shifts / 2);
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                S.X[0][n][e] *= up, S.X[0][n][e] *= further;
-        score_with_slope(S, slope, a, q, x, whole);
-    } else if (!whole)
-        hide_outside_band(S);
-#pragma unroll
-    for (int r = 0; r < Tile::R; r++) {
-        const row_facts_split f = facts[S.query0 + Tile::later(r)];
-        uint32_t kept = ~0u;
-        if (GENERAL && a.drop_below)
-            kept = draw(S, r, a, q, x, seed_of(a));
-#pragma unroll
-        for (int c = 0; c < Tile::C; c++) {
-            /* At most 1: rounding, where S is large, could make it more. */
-            const float e = GENERAL ? (S.at(r, c) - f.lse) * LOG2E : fmaf(S.at(r, c), c2, -f.log2) - f.rest;
-            const float p = exp2_fast(min_or_nan(e, 0.0f));
-            if (!GENERAL) {
-                S.at(r, c) = p;
-                dP.at(r, c) = p * fmaf(dP.at(r, c), down, -f.delta);
-                continue;
-            }
-            const float keep = !a.drop_below ? 1.0f : kept >> c & 1 ? a.keep_scale : 0.0f;
-            S.at(r, c) = p * keep;
-            dP.at(r, c) = p == 0.0f ? 0.0f : p * fmaf(dP.at(r, c) * down, keep, -f.delta) * slope[r][c];
-        }
-    }
-}
-
-/* ---- A block ----------------------------------------------------------------------------------------------------- */
-
-template <bool KEYS, int D>
-__device__ static void find_other_side(shared_backward<D> &s, const args &a, const span &q, int from, int rows)
-{
-    int first, last;
-    if (KEYS) {
-        band_of_key(a, q, from, s.first, s.last);
-        band_of_key(a, q, from + rows - 1, first, last);
-    } else {
-        band_of_row(a, q, from, s.first, s.last);
-        band_of_row(a, q, from + rows - 1, first, last);
-    }
-    s.inside = max(s.first, first), s.outside = min(s.last, last);
-    s.first = min(s.first, first) / MEET * MEET, s.last = max(s.last, last);
-}
-
-/* Which results: the registers of a warp hold dK and dV of 16 keys at D = 64, at 128 one of them. */
-enum { FIRST = 1, SECOND = 2 };
-
-template <int D, bool GENERAL, bool KEYS, int WHICH>
-__device__ static void own_rows(shared_backward<D> &s, const args &a, const split_tensors &split, int block, int tiles,
-                                int exact_below, const int *only)
-{
-    constexpr int SLOTS = shared_backward<D>::SLOTS;
-    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16, heads = KEYS ? a.Hk : a.Hq;
-    const int own_h = block / tiles % heads, from = (KEYS ? block % tiles : tiles - 1 - block % tiles) * SPLIT_ROWS;
-    if (threadIdx.x == 0) {
-        s.sequence = span_of(a, block / tiles / heads);
-        s.of[0] = head_of(a, s.sequence, KEYS ? own_h * a.G : own_h);
-    }
-    __syncthreads();
-    const span &q = s.sequence;
-    const int rows = min(SPLIT_ROWS, (KEYS ? q.keys : q.rows) - from);
-    if (rows <= 0)
-        return;
-    const split_rows &A1 = KEYS ? split.k : split.q, &A2 = KEYS ? split.v : split.d_o;
-    const split_rows &B1 = KEYS ? split.q : split.k, &B2 = KEYS ? split.d_o : split.v;
-    const int batch = KEYS ? q.k_batch : q.q_batch, row = (KEYS ? q.k_row : q.q_row) + from;
-    const int64_t own_at = split_at(A1, batch, own_h, row);
-    if (only && !only[own_at])
-        return;
-    const uint32_t sA1 = shared_address(s.A1), sA2 = shared_address(s.A2);
-    copy_split<D, SPLIT_ROWS, THREADS>(sA1, split_row<D>(A1, batch, own_h, row), rows);
-    copy_split<D, SPLIT_ROWS, THREADS>(sA2, split_row<D>(A2, batch, own_h, row), rows);
-    if (!KEYS && threadIdx.x < SPLIT_ROWS) {
-        const int i = from + min((int)threadIdx.x, rows - 1);
-        copy_async(shared_address(&s.facts[threadIdx.x]),
-                   split.facts + ((int64_t)q.q_batch * a.Hq + own_h) * a.q_rows + q.q_row + i, 16);
-        band_of_row(a, q, i, s.low[threadIdx.x], s.high[threadIdx.x]);
-    }
-    commit_copies();
-    const shift own1 = A1.shifts[own_at], own2 = A2.shifts[own_at];
-    if (threadIdx.x == 0)
-        find_other_side<KEYS>(s, a, q, from, rows);
-    __syncthreads();
-
-    gradient<D> y1, y2; /* dK and dV, or dQ */
-    place next = { KEYS ? own_h * a.G : own_h / a.G, s.first };
-    const int h_end = KEYS ? next.h + a.G : next.h + 1;
-    const bool any = s.first < s.last;
-    if (any && SLOTS == 2)
-        meet<KEYS>(s, 0, a, split, next);
-    for (int slot = 0; any && next.h < h_end; slot = SLOTS == 2 ? slot ^ 1 : 0) {
-        const place here = next;
-        next.at += MEET;
-        if (next.at >= s.last)
-            next.at = s.first, next.h++;
-        if (SLOTS == 1) {
-            __syncthreads(); /* the tile before is no longer needed */
-            meet<KEYS>(s, 0, a, split, here);
-        }
-        const int met_batch = KEYS ? q.q_batch : q.k_batch;
-        const int met_row = (KEYS ? q.q_row : q.k_row) + here.at / SPLIT_ROWS * SPLIT_ROWS;
-        const int64_t met_at = split_at(B1, met_batch, here.h, met_row);
-        const shift met1 = B1.shifts[met_at], met2 = B2.shifts[met_at];
-        wait_copies<0>();
-        __syncthreads(); /* this tile is here, and, of two slots, the one before no longer needed */
-        if (SLOTS == 2 && next.h < h_end)
-            meet<KEYS>(s, slot ^ 1, a, split, next);
-        const uint32_t sB1 = shared_address(s.B1[slot]), sB2 = shared_address(s.B2[slot]);
-        const head &x = s.of[KEYS ? slot : 0];
-        const bool whole = here.at >= s.inside && here.at + MEET <= s.outside;
-        float S[1][NT][4], dP[1][NT][4];
-        const int own = from + row0 + lane / 4, met = here.at + lane % 4 * 2;
-        const int *lows = s.low + (KEYS ? slot * MEET : 0), *highs = s.high + (KEYS ? slot * MEET : 0);
-        const int query0 = KEYS ? lane % 4 * 2 : row0 + lane / 4;
-        own_tile<KEYS> t = { S, lows, highs, KEYS ? met : own, KEYS ? own : met, query0 };
-        own_tile<KEYS> dt = { dP, lows, highs, t.i0, t.n0, query0 };
-        if (own1.strange | met1.strange || own1.s + met1.s < exact_below)
-            multiply_exactly(t, a, q, x, KEYS ? met1.s : own1.s, KEYS ? own1.s : met1.s);
-        else
-            multiply_split_rows<D, SPLIT_ROWS, MEET>(S, sA1, row0, sB1, 0);
-        if (WHICH & FIRST)
-            multiply_split_rows<D, SPLIT_ROWS, MEET>(dP, sA2, row0, sB2, 0);
-        else
-            clear(dP);
-        differentiate<GENERAL>(t, dt, s.facts + (KEYS ? slot * MEET : 0), a, q, x, own1.s + met1.s, own2.s + met2.s,
-                               whole);
-        if (WHICH & SECOND)
-            y2.add(S, sB2, met2.s);
-        if (WHICH & FIRST)
-            y1.add(dP, sB1, met1.s);
-    }
-    wait_copies<0>();
-    const auto where = [&](const view &t) {
-        return [&](int r) {
-            return row0 + r >= rows ? NOWHERE
-                   : KEYS           ? key_at(a, q, t, own_h, from + row0 + r)
-                                    : row_at(t, q.q_batch, own_h, q.q_row + from + row0 + r);
-        };
-    };
-    const view &d1 = KEYS ? a.d_k : a.d_q;
-    if (WHICH & FIRST && d1.data) {
-        y1.finish(GENERAL ? 1.0f : a.scale);
-        store_rows_fp32<D, 1>(y1.x, d1, a.D, a.accumulate, where(d1));
-    }
-    if (WHICH & SECOND && a.d_v.data) {
-        y2.finish(1.0f);
-        store_rows_fp32<D, 1>(y2.x, a.d_v, a.Dv, a.accumulate, where(a.d_v));
-    }
-}
-
-/* The blocks of each kind, in the order of their numbers. */
-struct kinds {
-    int key_tiles, query_tiles, dv, dk, dq;
-};
-
-template <int D, bool GENERAL>
-__device__ __forceinline__ void compute_block(const args &a, const split_tensors &split, const kinds &n, int block,
-                                              int exact_below, const marked &only)
-{
-    extern __shared__ __align__(1024) char memory[];
-    auto &s = *(shared_backward<D> *)memory;
-    if (block < n.dk)
-        own_rows<D, GENERAL, true, D == 64 ? FIRST | SECOND : FIRST>(s, a, split, block, n.key_tiles, exact_below,
-                                                                     only.keys);
-    else if (D > 64 && block < n.dk + n.dv)
-        own_rows<D, GENERAL, true, SECOND>(s, a, split, block - n.dk, n.key_tiles, exact_below, only.keys);
-    else
-        own_rows<D, GENERAL, false, FIRST>(s, a, split, block - n.dk - n.dv, n.query_tiles, exact_below, only.queries);
-}
-
-template <int D, bool GENERAL>
-__global__ void __launch_bounds__(THREADS, 2)
-    backward_split(const __grid_constant__ args a, const __grid_constant__ split_tensors split, kinds n,
-                   int exact_below)
-{
-#if HEED_SPLIT_HERE
-    compute_block<D, GENERAL>(a, split, n, blockIdx.x, exact_below, {});
-#endif
-}
+static_assert(sizeof(shared_backward<64>) <= HEED_SHARED_SMALL && sizeof(shared_backward<128>) <= HEED_SHARED_SMALL,
+              "what a block may have on sm_86, 89 and 120");
 
 /* The rows that are marked, by few blocks, as there are seldom any. */
 template <int D>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(threads_of<D>, 2)
     backward_marked(const __grid_constant__ args a, const __grid_constant__ split_tensors split, kinds n,
                     int exact_below, marked only)
 {
@@ -338,33 +21,13 @@ __global__ void __launch_bounds__(THREADS, 2)
 #endif
 }
 
-/* ---- Launch ------------------------------------------------------------------------------------------------------ */
-
-template <int D> static kinds kinds_of(const args &a)
-{
-    static_assert(sizeof(shared_backward<D>) <= HEED_SHARED_SMALL, "what a block may have on sm_86, 89 and 120");
-    const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    const int64_t key_tiles = tiles_of(keys, SPLIT_ROWS), query_tiles = tiles_of(a.Sq, SPLIT_ROWS);
-    const int64_t key_blocks = key_tiles * a.Hk * a.B, query_blocks = a.d_q.data ? query_tiles * a.Hq * a.B : 0;
-    const int64_t dk = a.d_k.data || (D == 64 && a.d_v.data) ? key_blocks : 0;
-    const int64_t dv = a.d_v.data && D > 64 ? key_blocks : 0;
-    return { (int)key_tiles, (int)query_tiles, (int)dv, (int)dk, (int)query_blocks };
-}
-
-template <int D, bool GENERAL> static heed_status run(const args &a, const split_tensors &split, const heed_exec *x)
-{
-    const kinds n = kinds_of<D>(a);
-    return launch(backward_split<D, GENERAL>, (int64_t)n.dk + n.dv + n.dq, THREADS, sizeof(shared_backward<D>), x, a,
-                  split, n, split_exact_below(a));
-}
-
 template <int D>
 static heed_status run_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
                               const heed_exec *x)
 {
     const kinds n = kinds_of<D>(a);
-    return launch_next(backward_marked<D>, HEED_MIN(n.dk + n.dv + n.dq, blocks), THREADS, sizeof(shared_backward<D>), x,
-                       a, split, n, split_exact_below(a), only);
+    return launch_next(backward_marked<D>, HEED_MIN(n.dk + n.dv + n.dq, blocks), threads_of<D>,
+                       sizeof(shared_backward<D>), x, a, split, n, split_exact_below(a), only);
 }
 
 heed_status heed_cuda_backward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
@@ -377,21 +40,19 @@ heed_status heed_cuda_backward_marked(const args &a, const split_tensors &split,
 size_t heed_backward_workspace_split(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
-    split_tensors split = {};
-    return split_place(p, SPLIT_ALL, NULL, split) + heed_cuda_delta_bytes(p);
+    return backward_split_bytes(p);
+}
+
+/* One kernel for all scores at D = 128: the lean one spills there. */
+static heed_status run_either(const args &a, const split_tensors &split, const heed_exec *x)
+{
+    return split_width(a) == 128           ? run<128, true>(a, split, x)
+           : has_extras(a) || a.scale <= 0 ? run<64, true>(a, split, x)
+                                           : run<64, false>(a, split, x);
 }
 
 heed_status heed_backward_split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     (void)plan;
-    split_tensors split = {};
-    const prologue start(p, x, split_place(p, SPLIT_ALL, (char *)x->workspace, split));
-    const heed_status status = start.status ? start.status : heed_cuda_split(start.a, split, NULL, x);
-    if (status)
-        return status;
-    const args &a = start.a;
-    if (split_width(a) == 128) /* one kernel for all scores: the lean one spills there */
-        return run<128, true>(a, split, x);
-    const bool general = a.softcap > 0 || a.bias.data || a.alibi.data || a.mask.data || a.drop_below || a.scale <= 0;
-    return general ? run<64, true>(a, split, x) : run<64, false>(a, split, x);
+    return backward_split_by(run_either, p, x);
 }

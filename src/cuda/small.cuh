@@ -273,8 +273,11 @@ template <int N> struct left_operand<float, N> {
 
     template <int U> __device__ void times(float (&Y)[4][4], const staged<8 * N, 8 * U> &B, int i) const
     {
-        float small[4][4];
-        clear(Y), clear(small);
+        float small[4][4], large[(N + 1) / 2][4][4]; /* two steps each: uniform P would show what more are cut */
+        clear(small);
+#pragma unroll
+        for (int n = 0; n < N; n += 2)
+            clear(large[n / 2]);
 #pragma unroll
         for (int n = 0; n < N; n++) {
             const uint4 upper = B.down(n, 0, i), lower = B.down(n, 1, i);
@@ -284,15 +287,20 @@ template <int N> struct left_operand<float, N> {
                 split_tf32(word(upper, j), b[0], b_lo[0]);
                 split_tf32(word(lower, j), b[1], b_lo[1]);
                 multiply_tf32(small[j], lo[n], b[0], b[1]);
-                multiply_tf32(Y[j], hi[n], b[0], b[1]);
+                multiply_tf32(large[n / 2][j], hi[n], b[0], b[1]);
                 multiply_tf32(small[j], hi[n], b_lo[0], b_lo[1]);
             }
         }
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                Y[j][e] = join<N>(small[j][e], Y[j][e]);
+            for (int e = 0; e < 4; e++) {
+                Y[j][e] = large[0][j][e];
+#pragma unroll
+                for (int n = 2; n < N; n += 2)
+                    Y[j][e] += large[n / 2][j][e];
+                Y[j][e] = join<HEED_MIN(N, 2)>(small[j][e], Y[j][e]);
+            }
     }
 };
 

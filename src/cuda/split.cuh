@@ -376,9 +376,9 @@ template <int MT, int KT> struct split_operand {
     }
 };
 
-/* Y = Y before + P B now, of each row: B is the rows b_row .. + 16 KT of a tile, D wide. */
-template <int D, int B_ROWS, int MT, int KT>
-__device__ inline void multiply_split_tile(float (&Y)[MT][D / 8][4], const float (&before)[2 * MT],
+/* Y = Y before + P B now, of each row: B is the rows b_row .. + 16 KT of a tile, D wide, and Y has its first 8 WT columns. */
+template <int D, int B_ROWS, int WT, int MT, int KT>
+__device__ inline void multiply_split_tile(float (&Y)[MT][WT][4], const float (&before)[2 * MT],
                                            const float (&now)[2 * MT], const split_operand<MT, KT> &P, uint32_t B,
                                            int b_row)
 {
@@ -386,7 +386,7 @@ __device__ inline void multiply_split_tile(float (&Y)[MT][D / 8][4], const float
     const uint32_t b_first = B + chunk_of<B_ROWS>(b_row + lane % 16, lane / 16);
     constexpr int GROUP = MT == 1 && D == 64 ? 4 : 2;
 #pragma unroll
-    for (int n0 = 0; n0 < D / 8; n0 += GROUP) {
+    for (int n0 = 0; n0 < WT; n0 += GROUP) {
         float small[MT][GROUP][4], large[MT][GROUP][4];
         if (D > 64 && n0 % (D > 128 ? 2 : 8) == 0)
             __syncwarp(); /* or ptxas has so many of these in flight that it runs out of registers */
