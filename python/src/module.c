@@ -1,6 +1,7 @@
 /* heed._C: the library for Python. Its functions take the arguments of `enum argument` in that order; the package's
  * Python files give them names, defaults and meaning, and say which way a call goes. */
 #include "call.h"
+#include "front.h"
 #include "memory.h"
 #include "parts.h"
 #include "torch.h"
@@ -148,7 +149,7 @@ static PyMethodDef methods[] = {
     { "merge", FAST(parts_merge), NULL },
     { "delta", FAST(parts_delta), NULL },
     { "attention", FAST(torch_attention), NULL },
-    { "front", torch_front, METH_VARARGS, NULL },
+    { "front", front_make, METH_VARARGS, NULL },
     { "apply", FAST(torch_apply), NULL },
     { "function_forward", FAST(torch_function_forward), NULL },
     { "quick_class", torch_quick_class, METH_VARARGS, NULL },

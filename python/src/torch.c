@@ -7,8 +7,7 @@
 PyObject *torch_otherwise;
 static PyObject *apply, *backward_otherwise, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast,
     *forward_ad;
-static PyObject *s_return_lse, *s_current_level, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options,
-    *s_materialize_grads;
+static PyObject *s_current_level, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options, *s_materialize_grads;
 
 /* The descriptor of Tensor.requires_grad and how it is asked: quicker than to look for it in the type each time. */
 static PyObject *requires_grad_of;
@@ -67,7 +66,6 @@ int torch_prepare(void)
         PyObject **to;
         const char *text;
     } names[] = {
-        { &s_return_lse, "return_lse" },
         { &s_current_level, "_current_level" },
         { &s_to_save, "to_save" },
         { &s_saved_tensors, "saved_tensors" },
@@ -294,8 +292,7 @@ static PyObject *without_autograd(PyObject *return_lse, PyObject *const *args)
     return result;
 }
 
-/* NULL without an exception: not a call for this file. */
-static PyObject *quick(PyObject *return_lse, PyObject *const *args)
+PyObject *torch_quick(PyObject *return_lse, PyObject *const *args)
 {
     PyObject *result = NULL;
     if (!is_ordinary(args))
@@ -315,7 +312,7 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
     (void)module;
     if (call_count("attention", n, 1 + ARGUMENTS))
         return NULL;
-    PyObject *result = quick(p[0], p + 1);
+    PyObject *result = torch_quick(p[0], p + 1);
     if (result || PyErr_Occurred())
         return result;
     PyObject *all = PyTuple_New(n);
@@ -327,74 +324,6 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
         result = PyObject_CallObject(torch_otherwise, all);
     Py_XDECREF(all);
     return result;
-}
-
-/* ---- The function that users call --------------------------------------------------------------------------------- */
-
-static PyObject *front; /* what it is in Python */
-
-/* Puts named arguments where they belong. Names come from the caller's code and are the same objects as ours, so that one
- * that is not is best looked at by Python. */
-static int place_named(PyObject *const *values, PyObject *names, Py_ssize_t given, PyObject **return_lse,
-                       PyObject **args)
-{
-    for (Py_ssize_t i = 0, count = PyTuple_Size(names); i < count; i++) {
-        PyObject *name = PyTuple_GetItem(names, i);
-        int n = (int)given;
-        while (n <= ARG_PRECISION && name != call_names[n])
-            n++;
-        if (n <= ARG_PRECISION)
-            args[n] = values[i];
-        else if (name == s_return_lse)
-            *return_lse = values[i];
-        else
-            return -1;
-    }
-    return 0;
-}
-
-static PyObject *call_front(PyObject *const *p, Py_ssize_t given, PyObject *names)
-{
-    PyObject *args = PyTuple_New(given), *named = PyDict_New(), *result = NULL;
-    int bad = !args || !named;
-    for (Py_ssize_t i = 0; !bad && i < given; i++) {
-        Py_INCREF(p[i]);
-        bad = PyTuple_SetItem(args, i, p[i]);
-    }
-    for (Py_ssize_t i = 0; !bad && names && i < PyTuple_Size(names); i++)
-        bad = PyDict_SetItem(named, PyTuple_GetItem(names, i), p[given + i]);
-    if (!bad)
-        result = PyObject_Call(front, args, named);
-    Py_XDECREF(args);
-    Py_XDECREF(named);
-    return result;
-}
-
-static PyObject *attention(PyObject *module, PyObject *const *p, Py_ssize_t n, PyObject *names)
-{
-    (void)module;
-    PyObject *args[ARGUMENTS], *return_lse = Py_False, *result;
-    if (n <= ARG_V + 1) {
-        memcpy(args, call_defaults, sizeof args);
-        memcpy(args, p, (size_t)n * sizeof *p);
-        if ((!names || !place_named(p + n, names, n, &return_lse, args)) &&
-            (return_lse == Py_False || return_lse == Py_True) &&
-            ((result = quick(return_lse, args)) || PyErr_Occurred()))
-            return result;
-    }
-    return call_front(p, n, names);
-}
-
-PyObject *torch_front(PyObject *module, PyObject *p)
-{
-    static PyMethodDef method = { "attention", (PyCFunction)(void (*)(void))attention, METH_FASTCALL | METH_KEYWORDS,
-                                  NULL };
-    (void)module;
-    PyObject *name, *doc;
-    if (!PyArg_ParseTuple(p, "OUO", &front, &name, &doc) || !(method.ml_doc = PyUnicode_AsUTF8AndSize(doc, NULL)))
-        return NULL;
-    Py_INCREF(p); /* and with it all of them, for good */
-    return PyCFunction_NewEx(&method, NULL, name);
 }
 
 /* ---- The autograd function -------------------------------------------------------------------------------------- */

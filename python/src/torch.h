@@ -15,9 +15,8 @@ int torch_prepare(void);
  * autograd; everything else, and every argument that is not understood here, goes to the Python function torch_otherwise. */
 PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n);
 
-/* front(function, module, doc): the same as users call it, by name and without what is left out. What is left alone here goes
- * to function, a Python function of the same arguments. */
-PyObject *torch_front(PyObject *module, PyObject *p);
+/* The same, but NULL without an exception where it is left alone. */
+PyObject *torch_quick(PyObject *return_lse, PyObject *const *args);
 
 /* apply(return_lse, *arguments): the same for tensors, with autograd, whatever the context is. */
 PyObject *torch_apply(PyObject *module, PyObject *const *p, Py_ssize_t n);
