@@ -106,7 +106,7 @@ __device__ inline void copy_part(float *to, const char *from, int64_t at, bool e
 }
 
 /* STEP columns of COUNT rows, from column `step` on, on their way into shared memory, where a column is a line. A thread
- * has four columns, chunk(), of every 32nd row. Lines are turned by their chunk, so that a warp's stores meet all banks. */
+ * has a chunk of four columns of every 32nd row. Lines are turned by their chunk, so that a warp's stores meet all banks. */
 template <int COUNT> struct pieces {
     float4 part[COUNT / 32];
     static __device__ float *place(float *stage, int thread)
