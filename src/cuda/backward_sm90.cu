@@ -330,6 +330,8 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->together = heed_sm90_heads_together(a, heads, all ? met + met / 2 : met);
         if (all) /* that the tiles of a head follow each other, as they take turns, and do not all start at once */
             job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
+        if ((a.left < FAR || a.right < FAR) && a.G > 1 && job->count <= 8 * units)
+            job->together = heads; /* few tiles and long ones: longest first among all */
         if (!(status = map_keys(job->own, p, a, keys.rows)) && !(status = map_queries(job->other, p, a, COLUMNS)))
             status = (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
         job->second = true;

@@ -102,11 +102,11 @@ __device__ inline bool is_plain(const float *L, bool whole)
     return whole && !__any_sync(~0u, is_large(two.x) || is_large(two.y));
 }
 
-/* S becomes P. L belongs to the columns (keys own the rows); ranges and column, this lane's first, are those of the own
- * rows. */
-template <bool CAPPED>
+/* S becomes P. L belongs to the columns (keys own the rows); ranges are those of the own rows, column() is this lane's
+ * first. */
+template <bool CAPPED, class Column>
 __device__ inline void probabilities_by_column(float (&S)[COLUMNS / 2], const float *L, const score_rule &rule,
-                                               bool plain, const int2 *range, int column)
+                                               bool plain, const int2 *range, Column column)
 {
     L += threadIdx.x % 4 * 2;
     if (!CAPPED && plain) {
@@ -115,7 +115,7 @@ __device__ inline void probabilities_by_column(float (&S)[COLUMNS / 2], const fl
             S[e] = exp2_fast(fmaf(S[e], rule.c, -L[column_of(e)]));
         return;
     }
-    careful_probabilities<CAPPED>(S, rule, range, column, [&](int e) { return L[column_of(e)]; });
+    careful_probabilities<CAPPED>(S, rule, range, column(), [&](int e) { return L[column_of(e)]; });
 }
 
 template <class T> __device__ inline float2 unpack2(uint32_t x);

@@ -234,8 +234,10 @@ template <class C> __device__ inline void find_piece(const backward_job &p, int 
         tile = p.tiles - 1 - tile;
 }
 
-/* The first column of the tile that own rows meet after `step` others. Where dQ is summed the last tile is first: then
- * the tiles of keys that lie before come to each tile of queries earlier, whatever the band, and nobody waits long. */
+/* The first column of the tiles that own rows meet after those of `step` others. Heads that share keys meet a column one
+ * after the other: else keys that meet fewer columns would be further ahead, with each head, of those whose turn is
+ * before theirs. Where dQ is summed the last tile is first: then the tiles of keys that lie before come to each tile of
+ * queries earlier, whatever the band, and nobody waits long. */
 template <class C> __device__ inline int column_at(const piece &w, int step)
 {
     return w.start + (C::ADDS ? w.tiles - 1 - step : step) * COLUMNS;
@@ -294,7 +296,7 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
         to[lane] = x, to[lane + 32] = y;
         arrive(shared_address(full));
     };
-    for (; h < p.a.G && more; more--, tile++) {
+    for (; step < w.tiles && more; more--, tile++) {
         const int column = column_at<C>(w, step), row = w.other_row + column + lane;
         const int64_t at = ((int64_t)w.other_batch * p.a.Hq + w.head * p.a.G + h) * p.pitch + row;
         const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
@@ -305,8 +307,8 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
         bring(s.L[first], L0, L1, &s.first_full[first]);
         wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
         bring(s.delta[second], delta0, delta1, &s.second_full[second]);
-        if (++step == w.tiles)
-            step = 0, h++;
+        if (++h == p.a.G)
+            h = 0, step++;
     }
 }
 
@@ -361,7 +363,7 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         if (tile * C::ROWS >= p.lengths[b])
             continue;
         describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head, tile);
-        int h = w.tiles ? 0 : p.a.G, step = 0;
+        int h = 0, step = 0;
         if (C::WORKS > C::SLOTS)
             bring_terms<C>(p, s, w, h, step, met, C::FIRST < C::SECOND ? C::FIRST : C::SECOND);
         if (C::ADDS)
@@ -416,14 +418,15 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
         wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
-        const int head = C::KEYS ? w.head * a.G : w.head / a.G, heads = C::KEYS ? a.G : 1;
-        for (int h = head; h < head + heads; h++)
-            for (int step = 0; step < w.tiles; step++, tile++) {
-                const int column = column_at<C>(w, step), live = cuts ? w.columns - column : COLUMNS;
-                bring_tile<C, RING>(p, s, w, h, column, tile, live, landed);
-                if (C::ADDS)
-                    bring_tile<C, 1>(p, s, w, h, column, tile, live, landed);
-            }
+        for (int h = 0, step = 0; step < w.tiles; tile++) {
+            const int column = column_at<C>(w, step), live = cuts ? w.columns - column : COLUMNS;
+            const int head = C::KEYS ? w.head * a.G + h : w.head / a.G;
+            bring_tile<C, RING>(p, s, w, head, column, tile, live, landed);
+            if (C::ADDS)
+                bring_tile<C, 1>(p, s, w, head, column, tile, live, landed);
+            if (!C::KEYS || ++h == a.G)
+                h = 0, step++;
+        }
         if (!C::ADDS)
             wait_own_free(s, n);
         arrive(shared_address(C::ADDS ? &s.work_free[slot] : &s.own_free[slot]));
@@ -439,16 +442,42 @@ template <class C> __device__ inline void bring_all_terms(const backward_job &p,
         wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
         if (!w.exists)
             return;
-        int h = w.tiles ? 0 : p.a.G, step = 0;
+        int h = 0, step = 0;
         bring_terms<C>(p, s, w, h, step, tile, -1);
         arrive(shared_address(&s.own_free[slot]));
     }
 }
 
-/* Where dQ is summed, the third and the fourth, for even and odd tiles: each has a tile's dQ added to the sums when those
- * of all keys before have been, and tells the next, which takes longer than it takes to compute another tile. So a row's sum is always taken in the order of the keys. The keys before are in work or done, as pieces of
- * work are taken in their order: somebody always has no one to wait for. In any order, it is enough that the first has
- * stored its own, as nobody zeroes the sums. */
+/* Has a tile's dQ, of head h and the rows from `row` on, added to the sums, when those of all keys before have been, and
+ * tells the next. In any order, it is enough that the first has stored its own, as nobody zeroes the sums. */
+template <class C>
+__device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, const piece &w, int tile, int h, int row)
+{
+    const uint32_t stage = shared_address(s.stage[tile % C::STAGED]);
+    const int bytes = min(COLUMNS, (w.columns - row + 7) / 8 * 8) * C::D * (int)sizeof(float);
+    const bool first = row / COLUMNS >= w.alone;
+    int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
+    while (!first && (p.any_order ? see_turn(turn) == 0 : see_turn(turn) != w.tile))
+        ;
+    fence_async_global();
+    wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
+    if (first)
+        bulk_store(p.sums.at(h, w.sums, row), stage, bytes);
+    else
+        bulk_add(p.sums.at(h, w.sums, row), stage, bytes);
+    bulk_commit();
+    bulk_wait_read();
+    arrive(shared_address(&s.stage_free[(tile + C::STAGED) % 2]));
+    if (p.any_order && !first)
+        return;
+    bulk_wait();
+    fence_async_global();
+    pass_turn(turn, w.tile + 1);
+}
+
+/* Where dQ is summed, the third and the fourth, for even and odd tiles: it takes longer to take turns than to compute
+ * another tile. So a row's sum is always taken in the order of the keys. The keys before are in work or done, as pieces
+ * of work are taken in their order: somebody always has no one to wait for. */
 template <class C> __device__ inline void keep_turns(const backward_job &p, backward_shared<C> &s, int odd)
 {
     if (threadIdx.x % 32)
@@ -459,32 +488,12 @@ template <class C> __device__ inline void keep_turns(const backward_job &p, back
         wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
-        for (int h = w.head * p.a.G; h < w.head * p.a.G + p.a.G; h++)
-            for (int step = 0; step < w.tiles; step++, tile++) {
-                if (tile % 2 != odd)
-                    continue;
-                const int row = column_at<C>(w, step);
-                const uint32_t stage = shared_address(s.stage[tile % C::STAGED]);
-                const int bytes = min(COLUMNS, (w.columns - row + 7) / 8 * 8) * C::D * (int)sizeof(float);
-                const bool first = row / COLUMNS >= w.alone;
-                int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
-                while (!first && (p.any_order ? see_turn(turn) == 0 : see_turn(turn) != w.tile))
-                    ;
-                fence_async_global();
-                wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
-                if (first)
-                    bulk_store(p.sums.at(h, w.sums, row), stage, bytes);
-                else
-                    bulk_add(p.sums.at(h, w.sums, row), stage, bytes);
-                bulk_commit();
-                bulk_wait_read();
-                arrive(shared_address(&s.stage_free[(tile + C::STAGED) % 2]));
-                if (p.any_order && !first)
-                    continue;
-                bulk_wait();
-                fence_async_global();
-                pass_turn(turn, w.tile + 1);
-            }
+        for (int h = 0, step = 0; step < w.tiles; tile++) {
+            if (tile % 2 == odd)
+                take_turn<C>(p, s, w, tile, w.head * p.a.G + h, column_at<C>(w, step));
+            if (++h == p.a.G)
+                h = 0, step++;
+        }
         arrive(shared_address(&s.work_free[slot]));
     }
 }

@@ -9,19 +9,31 @@
 #include "backward_sm90_roles.cuh"
 #include "backward_sm90_sums.cuh"
 
-/* What a group holds while it meets queries. */
+/* What a group holds while it meets queries. Tiles are counted over all work, and in a piece of it all heads that share
+ * the keys meet a column before the next. */
 template <class C> struct key_group {
     float dK[C::D / 2], dV[C::D / 2], S[COLUMNS / 2];
     uint32_t dS[COLUMNS / 16][4];
     uint64_t K, V;
-    int slot, head, column; /* slot: of the work; column: the first of the tile to come */
-    int first;              /* column of the head's first tile */
-    int inside, outside;
-    bool plain; /* is the tile to come */
+    int slot;                 /* of the work */
+    int from, first;          /* its first tile, and the first that the group meets */
+    int plain_from, plain_to; /* tiles that all rows see all of */
+    bool plain;               /* whether the tile to come may go the short way */
 
-    __device__ void look_at(const backward_shared<C> &s, int tile, int column)
+    __device__ void begin(const piece &w, int group, int heads, int tile)
     {
-        plain = is_plain(s.L[tile % C::FIRST], column >= inside && column + COLUMNS <= outside);
+        const int low = clamp((w.inside[group] - w.start + COLUMNS - 1) / COLUMNS, 0, w.tiles);
+        const int high = clamp((w.outside[group] - w.start) / COLUMNS, low, w.tiles);
+        from = tile;
+        plain_from = uniform(tile + (C::ADDS ? w.tiles - high : low) * heads);
+        plain_to = uniform(tile + (C::ADDS ? w.tiles - low : high) * heads);
+    }
+
+    __device__ int column(const piece &w, int heads, int tile) const { return column_at<C>(w, (tile - from) / heads); }
+
+    __device__ void look_at(const backward_shared<C> &s, int tile)
+    {
+        plain = is_plain(s.L[tile % C::FIRST], tile >= plain_from && tile < plain_to);
     }
 };
 
@@ -30,8 +42,7 @@ template <class T, class C, int GROUP>
 __device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile,
                                   bool last = false)
 {
-    const piece &w = s.work[x.slot];
-    if (!C::OWNERS && x.column < w.start + (w.tiles - 1) * COLUMNS && (tile - 1) % 2 == GROUP)
+    if (!C::OWNERS && tile > x.from && (tile - 1) % 2 == GROUP)
         sum_queries<T, C>(s, x.slot % C::SLOTS, tile - 1, last);
     else if (last)
         release(&s.own_free[x.slot % C::SLOTS]);
@@ -48,7 +59,6 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
             announce(s, tile);
             sum_behind<T, C, GROUP>(p, x, s, tile);
             tile = skip(s, tile, 1);
-            x.column += C::STEP;
         }
     }
     return skip(s, tile, count);
@@ -71,13 +81,13 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
     wgmma_commit();
     if (!(C::WAYS & AHEAD))
-        x.look_at(s, tile, x.column);
+        x.look_at(s, tile);
     keep_order(tile);
     probabilities_by_column<CAPPED>(x.S, s.L[tile % C::FIRST], rule, x.plain, &s.range[x.slot][row],
-                                    x.column + threadIdx.x % 4 * 2);
+                                    [&] { return x.column(s.work[x.slot], p.a.G, tile) + threadIdx.x % 4 * 2; });
     if (C::WAYS & LATE) {
         wgmma_wait<1>(); /* dK of the tile before */
-        if (x.column != x.first)
+        if (tile != x.first)
             release_first(s, tile - 1);
     }
     pack_rows<T, COLUMNS>(P, x.S);
@@ -90,7 +100,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
         multiply_rows<T, D, C::ROWS, COLUMNS>(next, x.K, first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
         wgmma_commit();
         if (C::WAYS & AHEAD)
-            x.look_at(s, tile + 1, x.column + C::STEP);
+            x.look_at(s, tile + 1);
     };
     if (NEXT)
         start_next();
@@ -131,36 +141,35 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if (!(C::WAYS & LATE) || LAST)
         release_first(s, tile);
     release_second(s, tile);
-    x.column += C::STEP;
 }
 
-/* The tiles of one head. */
+/* All tiles of a piece of work. */
 template <class T, class C, bool CAPPED, int GROUP>
-__device__ inline int meet_head(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
+__device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const piece &w = s.work[x.slot];
     const int tiles = w.tiles, begin = C::ADDS ? tiles - w.end[GROUP] : w.begin[GROUP];
     const int end = C::ADDS ? tiles - w.begin[GROUP] : w.end[GROUP];
-    x.column = uniform(column_at<C>(w, 0));
-    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(begin));
-    x.column = x.first = uniform(column_at<C>(w, begin));
-    const int last = uniform(column_at<C>(w, end - 1));
+    x.begin(w, GROUP, p.a.G, tile);
+    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(begin * p.a.G));
+    x.first = tile;
+    const int last = uniform(tile + (end - begin) * p.a.G - 1);
     if (uniform(begin < end)) {
         wait_first(s, tile);
         wgmma_fence();
         multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, x.K, first_tile(s, tile));
         wgmma_commit();
         if (C::WAYS & AHEAD)
-            x.look_at(s, tile, x.column);
+            x.look_at(s, tile);
         wgmma_wait<0>();
 #pragma unroll 1
-        for (; x.column != last; tile++)
+        for (; tile < last; tile++)
             meet_tile<T, C, CAPPED, GROUP, false>(p, x, s, tile);
         meet_tile<T, C, CAPPED, GROUP, true>(p, x, s, tile++);
     }
-    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(tiles - end));
+    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform((tiles - end) * p.a.G));
     if constexpr (C::ADDS)
-        sum_behind<T, C, GROUP>(p, x, s, tile, C::SLOTS == 1 && x.head == p.a.G - 1);
+        sum_behind<T, C, GROUP>(p, x, s, tile, C::SLOTS == 1);
     return tile;
 }
 
@@ -203,9 +212,8 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s)
         clear(x.dK), clear(x.dV);
         x.K = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
         x.V = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
-        x.slot = n % C::WORKS, x.inside = uniform(w.inside[GROUP]), x.outside = uniform(w.outside[GROUP]);
-        for (x.head = 0; a.G > x.head; x.head++)
-            tile = meet_head<T, C, CAPPED, GROUP>(p, x, s, tile);
+        x.slot = n % C::WORKS;
+        tile = meet_all<T, C, CAPPED, GROUP>(p, x, s, tile);
         leave<T, C, GROUP>(a, x, s, tile);
     }
 }

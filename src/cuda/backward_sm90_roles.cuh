@@ -45,7 +45,8 @@ __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS 
     }
     const bool plain = is_plain(s.L[tile % C::FIRST], column >= w.inside[0] && column + COLUMNS <= w.outside[0]);
     wgmma_wait<0>();
-    probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, plain, &s.range[slot][row], column + lane % 4 * 2);
+    probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, plain, &s.range[slot][row],
+                                    [&] { return column + lane % 4 * 2; });
     release_first(s, tile);
     pack_rows<T, COLUMNS>(P, S);
     wait_to_pass(s, tile);
@@ -73,7 +74,7 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
 #pragma unroll 1
         for (int j = 0; j < all; j++, tile++) {
             meet_values<T, C, CAPPED>(dV, P, s, p.rule, slot, tile, column, j == 0);
-            column = column + COLUMNS < w.start + tiles * COLUMNS ? column + COLUMNS : w.start;
+            column += (j + 1) % a.G ? 0 : COLUMNS;
         }
         if (all) {
             wait_second(s, tile - 1);

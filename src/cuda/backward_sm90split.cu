@@ -123,18 +123,13 @@ __device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weigh
 
 /* ---- Keys -------------------------------------------------------------------------------------------------------- */
 
-/* A piece of keys meets the queries of all heads that share the keys, tile after tile. Where the shifts of tile i are. */
+/* A piece of keys meets the queries of all heads that share the keys, tile after tile, in each the heads one after the
+ * other. Where the shifts of tile i are. */
 __device__ inline int met_at(const split_job &p, const piece &w, int i)
 {
-    const int h = i / w.tiles;
-    return (int)split_at(p.other[0], w.other_batch, w.head * p.job.a.G + h, w.other_row + w.start) +
-           (i - h * w.tiles) * COLUMNS;
-}
-
-__device__ inline int next_column(const piece &w, int column)
-{
-    column += COLUMNS;
-    return column < w.start + w.tiles * COLUMNS ? column : w.start;
+    const int step = i / p.job.a.G;
+    return (int)split_at(p.other[0], w.other_batch, w.head * p.job.a.G + i - step * p.job.a.G, w.other_row + w.start) +
+           step * COLUMNS;
 }
 
 template <int HEAD, class C> __device__ inline void values_role(const split_job &p, backward_shared<C> &s)
@@ -193,7 +188,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
 #pragma unroll 1
         for (int j = 1; j < all; j++, tile++) {
             float S[COLUMNS / 2];
-            column = next_column(w, column);
+            column += j % a.G ? 0 : COLUMNS;
             wait_first(s, tile);
             wait_second(s, tile - 1);
             multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
