@@ -42,6 +42,7 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 
 #define HEED_NEEDS_forward_split 80, 90, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
 #define HEED_NEEDS_backward_split 80, 90, HEED_SHARED_SMALL, 128, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
+#define HEED_NEEDS_backward_splitwide 90, 90, 227 * 1024, 256, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
 #define HEED_NEEDS_sm90split                                                                                           \
     90, 90, 227 * 1024, 128,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SINK | HEED_USES_LENGTHS | HEED_USES_UNEQUAL |                   \
@@ -87,6 +88,7 @@ HEED_DECLARE_CUDA(forward, split)
 HEED_DECLARE_CUDA(forward, sm90split)
 HEED_DECLARE_CUDA(backward, split)
 HEED_DECLARE_CUDA(backward, sm90split)
+HEED_DECLARE_CUDA(backward, splitwide)
 HEED_DECLARE_CUDA(backward, sm90)
 HEED_DECLARE_CUDA(backward, sm90fused)
 

@@ -1,23 +1,68 @@
 /* Backward for up to 256 rows and keys on Hopper, fp32, head sizes to 64 (exact_sm90.cuh): one launch, in which blocks own 64
  * queries or 64 keys and meet 64 of the others at a time, as in backward_sm90short.cu. Sums of each 64 are made anew and
- * added in fp32. */
+ * added in fp32. Where all own rows or all that are met turn out to be tiny, everything is done again with these times 2^60. */
 #include "exact_sm90.cuh"
+
+enum { OWN_X = 1, OWN_Y = 2, MET_X = 4, MET_Y = 8 }; /* kinds of tiles. X: Q or K, Y: dO or V */
 
 struct alignas(1024) exact_room {
     exact_tile own[2], met[2];    /* Q and dO, or K and V */
     float4 d_v[8][SHORT_THREADS]; /* sums so far, of each thread its own: there are no registers for them */
     float2 lse[64];               /* of the queries: a weight_of_row, or lse where GENERAL */
     float delta[64];
-    span s; /* the same for all: here they take no registers */
+    uint32_t seen[4]; /* traits of what each warp has loaded */
+    uint32_t tiny;    /* kinds of tiles that are in units of TINY, if it is done again */
+    span s;           /* the same for all: here they take no registers */
     meeting m;
 };
 
+/* ---- Tiny numbers ------------------------------------------------------------------------------------------------ */
+
+/* Of a tile of that kind: that bit where some are not zero, and the one four further up where some are not tiny. A thread's
+ * first row mostly says it all. */
+__device__ static uint32_t traits(const exact_rows<4> &x, uint32_t kind)
+{
+    uint32_t bits = 0;
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        bits |= __float_as_uint(x.x[0][e]);
+    if (is_tiny(bits))
+        bits = x.bits();
+    return (bits << 1 ? kind : 0u) | (is_tiny(bits) ? 0u : kind << 4);
+}
+
+/* seen: traits of all tiles that this thread has had a share in. Whether nothing is to be done again: else all tiles of some
+ * kind were tiny, and not all zero. */
+__device__ static bool is_done(exact_room &room, uint32_t seen)
+{
+    seen = __reduce_or_sync(~0u, seen);
+    if (threadIdx.x % 32 == 0)
+        room.seen[threadIdx.x / 32] = seen;
+    __syncthreads();
+    seen = room.seen[0] | room.seen[1] | room.seen[2] | room.seen[3];
+    const uint32_t tiny = seen & ~(seen >> 4) & 15;
+    if (threadIdx.x == 0)
+        room.tiny = tiny;
+    return tiny == 0;
+}
+
+/* A unit of tiles of that kind, or of products of several kinds: `of` as bits. */
+template <bool AGAIN> __device__ static float unit_of(const exact_room &room, uint32_t of, float tiny = TINY)
+{
+    float unit = 1.0f;
+    if (AGAIN)
+#pragma unroll
+        for (uint32_t kind = 1; kind <= MET_Y; kind *= 2)
+            unit *= of & kind && room.tiny & kind ? tiny : 1.0f;
+    return unit;
+}
+
 /* ---- Queries on their way ---------------------------------------------------------------------------------------- */
 
-/* Facts of 64 queries from `row` on, by the threads that have their dO: eight for each. */
+/* Facts of 64 queries from `row` on, by the threads that have their dO, of which a unit is 1 or TINY: eight for each. */
 template <bool GENERAL>
 __device__ static void find_facts(exact_room &room, const exact_rows<4> &d_o, const args &a, const span &s, int h,
-                                  int row)
+                                  int row, float unit)
 {
     exact_rows<4> o;
     float lse[4], delta[4];
@@ -43,7 +88,7 @@ __device__ static void find_facts(exact_room &room, const exact_rows<4> &d_o, co
 #pragma unroll
             for (int lanes = 1; lanes < 8; lanes *= 2)
                 sum[0] += __shfl_xor_sync(~0u, sum[0], lanes);
-            delta[n] += sum[0];
+            delta[n] = fmaf(sum[0], unit, delta[n]);
         }
         const int i = threadIdx.x / 8 + n * 16;
         if (threadIdx.x % 8 == 0) {
@@ -88,8 +133,8 @@ template <bool GENERAL, class Tile> __device__ static void weigh(Tile &S, const 
     }
 }
 
-/* From P and dP to dS, but for the scale. */
-template <class Tile> __device__ static void differentiate(Tile &P, Tile &dP, const float *delta)
+/* From P and dP to dS, but for the scale. per_one: so many units of dP are 1, which is a power of two. */
+template <class Tile> __device__ static void differentiate(Tile &P, Tile &dP, const float *delta, float per_one)
 {
 #pragma unroll
     for (int r = 0; r < Tile::R; r += 2) {
@@ -99,33 +144,33 @@ template <class Tile> __device__ static void differentiate(Tile &P, Tile &dP, co
         for (int e = 0; e < 2 * Tile::C; e++) {
             const float p = P.at(r + e % 2, e / 2);
             float &x = dP.at(r + e % 2, e / 2);
-            x = p == 0.0f ? 0.0f : p * (whole_sum(x) - d[e % 2]);
+            x = p == 0.0f ? 0.0f : p * fmaf(-d[e % 2], per_one, whole_sum(x));
         }
     }
 }
 
 /* ---- Results ----------------------------------------------------------------------------------------------------- */
 
-/* T = P B is under way, and Y += T when it is there. */
+/* T = P B is under way, and Y += T when it is there, of so many units. */
 __device__ static void start_product(float (&T)[32], const left_exact &P, const exact_tile &B)
 {
     multiply_exact(T, P, B);
 }
-__device__ static void finish_product(float (&Y)[32], const float (&T)[32])
+__device__ static void finish_product(float (&Y)[32], const float (&T)[32], float unit)
 {
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 32; i++)
-        Y[i] += whole_sum(T[i]);
+        Y[i] = fmaf(whole_sum(T[i]), unit, Y[i]);
 }
-__device__ static void finish_product(float4 (&Y)[8][SHORT_THREADS], const float (&T)[32], bool first)
+__device__ static void finish_product(float4 (&Y)[8][SHORT_THREADS], const float (&T)[32], float unit, bool first)
 {
     wgmma_wait<0>();
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         float4 &at = Y[n][threadIdx.x], y = first ? make_float4(0, 0, 0, 0) : at;
-        y.x += whole_sum(T[4 * n]), y.y += whole_sum(T[4 * n + 1]);
-        y.z += whole_sum(T[4 * n + 2]), y.w += whole_sum(T[4 * n + 3]);
+        y.x = fmaf(whole_sum(T[4 * n]), unit, y.x), y.y = fmaf(whole_sum(T[4 * n + 1]), unit, y.y);
+        y.z = fmaf(whole_sum(T[4 * n + 2]), unit, y.z), y.w = fmaf(whole_sum(T[4 * n + 3]), unit, y.w);
         at = y;
     }
 }
@@ -154,8 +199,10 @@ template <> struct scores_of<true> {
     typedef key_scores<true> type;
 };
 
-template <bool GENERAL, bool KEYS>
-__device__ static void own_rows(exact_room &room, const args &a, int b, int own_h, int own0)
+/* Whether it is done. AGAIN: if it was not, with the units that the first time has found. GENERAL is always done: there are no
+ * registers for more. */
+template <bool GENERAL, bool KEYS, bool AGAIN>
+__device__ static bool own_rows(exact_room &room, const args &a, int b, int own_h, int own0)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int hk = KEYS || a.G == 1 ? own_h : own_h / a.G;
@@ -170,7 +217,7 @@ __device__ static void own_rows(exact_room &room, const args &a, int b, int own_
     const span &s = room.s;
     const meeting &m = room.m;
     if (own0 >= (KEYS ? s.keys : s.rows))
-        return;
+        return true;
     const int met_first = round_down(m.first, 64);
     const source k = key_rows<float>(a, a.k, s, hk, (KEYS ? s.keys : m.last) - 1, a.D);
     const source v = key_rows<float>(a, a.v, s, hk, (KEYS ? s.keys : m.last) - 1, a.Dv);
@@ -179,22 +226,29 @@ __device__ static void own_rows(exact_room &room, const args &a, int b, int own_
     };
     const int first_h = KEYS ? own_h * a.G : own_h, last_h = first_h + (KEYS ? a.G : 1) - 1;
     wait_for_last(k.first, v.first, queries(a.q, first_h, a.D).first);
-    int h = first_h, met0 = met_first;
     const bool some = met_first < m.last;
+    const float c = fmaxf(fminf(a.scale * LOG2E, 3e38f), 1.2e-38f);
+    float sum[32]; /* dQ or dK */
+    int h = first_h, met0 = met_first;
     exact_rows<4> x, y;
     const auto ask = [&] { x.load(KEYS ? queries(a.q, h, a.D) : k, met0, threadIdx.x); };
+    uint32_t seen = 0;
+    const auto put = [&](exact_rows<4> &rows, exact_tile &to, uint32_t kind) {
+        if (!AGAIN && !GENERAL)
+            seen |= traits(rows, kind);
+        if (AGAIN && room.tiny & kind)
+            rows.multiply(1 / TINY);
+        rows.put(to, threadIdx.x);
+    };
     if (some) {
         x.load(KEYS ? k : queries(a.q, own_h, a.D), own0, threadIdx.x);
         y.load(KEYS ? v : queries(a.d_o, own_h, a.Dv), own0, threadIdx.x);
-        x.put(room.own[0], threadIdx.x);
-        y.put(room.own[1], threadIdx.x);
+        put(x, room.own[0], OWN_X), put(y, room.own[1], OWN_Y);
         if (!KEYS)
-            find_facts<GENERAL>(room, y, a, s, own_h, own0);
+            find_facts<GENERAL>(room, y, a, s, own_h, own0, unit_of<AGAIN>(room, OWN_Y));
         if (!GENERAL)
             ask();
     }
-    const float c = fmaxf(fminf(a.scale * LOG2E, 3e38f), 1.2e-38f);
-    float sum[32]; /* dQ or dK */
 #pragma unroll
     for (int i = 0; i < 32; i++)
         sum[i] = 0.0f;
@@ -204,10 +258,9 @@ __device__ static void own_rows(exact_room &room, const args &a, int b, int own_
             ask();
         y.load(KEYS ? queries(a.d_o, h, a.Dv) : v, met0, threadIdx.x);
         __syncthreads(); /* all have done with what was met before */
-        x.put(room.met[0], threadIdx.x);
-        y.put(room.met[1], threadIdx.x);
+        put(x, room.met[0], MET_X), put(y, room.met[1], MET_Y);
         if (KEYS)
-            find_facts<GENERAL>(room, y, a, s, h, met0);
+            find_facts<GENERAL>(room, y, a, s, h, met0, unit_of<AGAIN>(room, MET_Y));
         fence_async();
         __syncthreads();
         float S[32], dP[32];
@@ -221,6 +274,10 @@ __device__ static void own_rows(exact_room &room, const args &a, int b, int own_
 #pragma unroll
         for (int i = 0; i < 32; i++)
             S[i] = whole_sum(S[i]);
+        if (AGAIN)
+#pragma unroll
+            for (int i = 0; i < 32; i++)
+                S[i] *= unit_of<AGAIN>(room, OWN_X | MET_X);
         const bool whole = met0 >= m.inside && met0 + 64 <= m.outside;
         const head of = head_of(a, s, h);
         const int own_row = own0 + warp * 16 + lane / 4, met_row = met0 + lane % 4 * 2;
@@ -234,11 +291,11 @@ __device__ static void own_rows(exact_room &room, const args &a, int b, int own_
         else
             keep_order(__float_as_int(S[0]) & INT32_MAX);
         wgmma_wait<0>();
-        differentiate(t, dt, room.delta + query);
+        differentiate(t, dt, room.delta + query, unit_of<AGAIN>(room, OWN_Y | MET_Y, 1 / TINY));
         if (KEYS) {
             const left_exact P(S);
             start_product(S, P, room.met[1]); /* dV += P^T dO */
-            finish_product(room.d_v, S, h == first_h && met0 == met_first);
+            finish_product(room.d_v, S, unit_of<AGAIN>(room, MET_Y), h == first_h && met0 == met_first);
         }
         const left_exact dS(dP);
         start_product(S, dS, room.met[0]); /* dQ += dS K, dK += dS^T Q */
@@ -247,13 +304,13 @@ __device__ static void own_rows(exact_room &room, const args &a, int b, int own_
         more = h <= last_h;
         if (!GENERAL && more) /* while there are registers for it */
             ask();
-        finish_product(sum, S);
+        finish_product(sum, S, unit_of<AGAIN>(room, OWN_Y | MET_Y | MET_X));
     }
     const int at = own0 + warp * 16;
     if (!KEYS) {
         store_exact(sum, a.scale, a.d_q, row_at(a.d_q, s.q_batch, own_h, s.q_row + at), a.d_q.stride[2], s.rows - at,
                     a.D);
-        return;
+        return AGAIN || GENERAL || is_done(room, seen);
     }
     const int64_t row = s.k_row + a.col + at * a.col_step;
     if (a.d_k.data)
@@ -267,23 +324,30 @@ __device__ static void own_rows(exact_room &room, const args &a, int b, int own_
     if (a.d_v.data)
         store_exact(sum, 1.0f, a.d_v, row_at(a.d_v, s.k_batch, own_h, row), a.col_step * a.d_v.stride[2], s.keys - at,
                     a.Dv);
+    return AGAIN || GENERAL || is_done(room, seen);
 }
 
-/* The first k_blocks, which have more to do, own keys. */
+template <bool GENERAL, bool KEYS>
+__device__ static void own_tile(exact_room &room, const args &a, int b, int own_h, int own0)
+{
+    if (!own_rows<GENERAL, KEYS, false>(room, a, b, own_h, own0))
+        own_rows<false, KEYS, true>(room, a, b, own_h, own0);
+}
+
 template <bool GENERAL>
 __global__ void __launch_bounds__(SHORT_THREADS, 2)
-    backward_sm90exact(const __grid_constant__ args a, int k_blocks, bool blocks_last)
+    backward_sm90exact(const __grid_constant__ args a, const __grid_constant__ short_division by)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
     auto &room = *(exact_room *)memory;
-    const int block = blocks_last ? blockIdx.z : blockIdx.y, x = blockIdx.x, y = blocks_last ? blockIdx.y : blockIdx.z;
-    const int b = a.B >= a.Hq ? x : y, h = a.B >= a.Hq ? y : x; /* as in grid_of() */
+    int b, h;
+    const int block = own_block(by, a, b, h);
     let_next_start();
-    if (block >= k_blocks)
-        own_rows<GENERAL, false>(room, a, b, h, (block - k_blocks) * SHORT_OWN);
+    if (block >= by.k_blocks)
+        own_tile<GENERAL, false>(room, a, b, h, (block - by.k_blocks) * SHORT_OWN);
     else if (h < a.Hk)
-        own_rows<GENERAL, true>(room, a, b, h, block * SHORT_OWN);
+        own_tile<GENERAL, true>(room, a, b, h, block * SHORT_OWN);
 #endif
 }
 
@@ -302,12 +366,8 @@ heed_status heed_backward_sm90exact(const heed_problem *p, const heed_plan *plan
     const args &a = start.a;
     if (start.status)
         return start.status;
-    const int q_blocks = a.d_q.data ? (int)tiles_of(a.Sq, SHORT_OWN) : 0,
-              k_blocks = a.d_k.data || a.d_v.data ? (int)tiles_of(keys_of(a), SHORT_OWN) : 0;
-    const bool few = (int64_t)a.B * a.Hq * (k_blocks + q_blocks) <= 2 * plan->device.units;
-    dim3 grid = grid_of(a, k_blocks + q_blocks);
-    if (few) /* each multiprocessor gets some of both kinds */
-        grid = dim3(grid.x, grid.z, grid.y);
+    dim3 grid;
+    const short_division by = divide(a, true, plan, grid);
     return launch_early(is_general(a) ? backward_sm90exact<true> : backward_sm90exact<false>, grid, dim3(SHORT_THREADS),
-                        room_for_one(sizeof(exact_room), grid, plan), plan, x, a, k_blocks, few);
+                        room_for_one(sizeof(exact_room), grid, plan), plan, x, a, by);
 }

@@ -1,0 +1,16 @@
+/* Backward for fp32 on tensor cores, head sizes from 129 to 256, where a block may have as much shared memory as on Hopper:
+ * backward_split.cuh. */
+#include "backward_split.cuh"
+
+static_assert(sizeof(shared_backward<256>) <= 227 * 1024, "what a block may have");
+
+size_t heed_backward_workspace_splitwide(const heed_problem *p, const heed_plan *plan)
+{
+    (void)plan;
+    return backward_split_bytes(p);
+}
+
+heed_status heed_backward_splitwide(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+{
+    return split_width_of(p) <= 128 ? heed_backward_split(p, plan, x) : backward_split_by(run<256, true>, p, x);
+}
