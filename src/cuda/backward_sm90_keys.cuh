@@ -29,7 +29,10 @@ template <class C> struct key_group {
         plain_to = uniform(tile + (C::ADDS ? w.tiles - low : high) * heads);
     }
 
-    __device__ int column(const piece &w, int heads, int tile) const { return column_at<C>(w, (tile - from) / heads); }
+    __device__ int column(const piece &w, int heads, int tile) const
+    {
+        return column_at<C>(w, heads == 1 ? tile - from : (tile - from) / heads);
+    }
 
     __device__ void look_at(const backward_shared<C> &s, int tile)
     {
