@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                 if (a.bias.data) {
                     if (more)
                         prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
-                    begin_with_bias(
+                    begin_with_bias<(D > 64)>(
                         t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; },
-                        something([&](int r) { return coarse ? 0.0f : L(r); }), multiply_values);
+                        [&](int r) { return coarse ? 0.0f : L(r); }, multiply_values);
                 } else {
                     begin_with_alibi(t, a, q, x);
                     multiply_values();
@@ -177,15 +177,19 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
             if (SCORES == BEGUN && coarse)
                 subtract_rows(t, L);
-            if constexpr (SCORES == UNBIASED) {
+            if (COPIES) {
                 wait_for_own_scores();
                 point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
+            }
+            if constexpr (SCORES == UNBIASED)
                 score_unscaled<false>(t, a, q, x, whole);
-            } else if (!whole)
+            else if (!whole)
                 hide_outside_band(t);
+            if (SCORES == MASKED)
+                apply_mask(t, a, q, x);
 #pragma unroll
             for (int r = 0; r < 2 * MT; r++) {
-                const float less = SCORES == BEGUN && a.bias.data ? 0.0f : L(r); /* where it is not in S already */
+                const float less = less_later<D, SCORES>(a, L(r), coarse);
 #pragma unroll
                 for (int e = 0; e < 2 * NT; e++)
                     t.at(r, e) = probability<false>(t.at(r, e), c, less);
@@ -273,7 +277,7 @@ __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int 
                         s.high[slot][threadIdx.x]);
         if (SCORES == BEGUN && a.bias.data)
             bias_rows(s.tiles)[slot * BQ + threadIdx.x] = bias_row(a, q, bias_of_head(a, q, h), i0 + threadIdx.x);
-    } else if (threadIdx.x == BQ && (copies_scores(SCORES) || (SCORES == BEGUN && a.alibi.data)))
+    } else if (threadIdx.x == BQ && (SCORES >= UNBIASED || (SCORES == BEGUN && a.alibi.data)))
         s.of[slot] = head_of(a, q, h);
 }
 
@@ -412,9 +416,9 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                     for (int r = lane; r < BQ; r += 32)
                         coarse |= is_coarse(s.facts[slot][r].x);
                     coarse = __any_sync(~0u, coarse);
-                    begin_with_bias(
+                    begin_with_bias<(D > 64)>(
                         t, a, [&](int r) { return rows[own_tile::down(r)]; },
-                        something([&](int r) { return coarse ? 0.0f : facts_of(r).x; }), multiply_values);
+                        [&](int r) { return coarse ? 0.0f : facts_of(r).x; }, multiply_values);
                 } else {
                     begin_with_alibi(t, a, q, x);
                     multiply_values();
@@ -424,17 +428,20 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             multiply_rows<T, D>(S, sK, row0, sQ, 0);
             if (SCORES == BEGUN && coarse)
                 subtract_rows(t, [&](int r) { return facts_of(r).x; });
-            if constexpr (SCORES == UNBIASED) {
+            if (COPIES)
                 point_at_tiles<SCORES, extras>(t, s.tiles + slot * extras::bytes(a, SCORES), a, t.column0,
                                                row0 + lane / 4 * (2 * MT));
+            if constexpr (SCORES == UNBIASED)
                 score_unscaled<false>(t, a, q, x, whole);
-            } else if (!whole)
+            else if (!whole)
                 hide_outside_band(t);
+            if (SCORES == MASKED)
+                apply_mask(t, a, q, x);
             float delta[2 * NT];
 #pragma unroll
             for (int r = 0; r < 2 * NT; r++) {
                 const float2 f = facts_of(r);
-                const float L = SCORES == BEGUN && a.bias.data ? 0.0f : f.x; /* where it is not in S already */
+                const float L = less_later<D, SCORES>(a, f.x, coarse);
                 delta[r] = f.y;
 #pragma unroll
                 for (int e = 0; e < 2 * MT; e++)
@@ -488,7 +495,7 @@ static heed_status run_keys(const args &a, const float2 *facts, const heed_exec 
 {
     typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
-    static_assert(SCORES == UNBIASED ||
+    static_assert(SCORES == MASKED || SCORES == UNBIASED ||
                   sizeof(shared) + Tiles::SLOTS * shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const tile_order order = order_tiles(tiles_of(keys, Tiles::OWN), a.Hk, (int64_t)a.Sq * a.G, a);
@@ -502,7 +509,8 @@ static heed_status run_queries(const args &a, const float2 *facts, const heed_ex
 {
     typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
-    static_assert(SCORES == UNBIASED || sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
+    static_assert(SCORES == MASKED || SCORES == UNBIASED ||
+                  sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
     return launch(dq_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS,
                   sizeof(shared) + shared::extras::bytes(a, SCORES), x, with_unit<SCORES>(a), facts, order);
@@ -544,6 +552,8 @@ static heed_status run_head(const args &a, float2 *facts, const heed_plan *plan,
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
         if (scores == BEGUN)
             return run_scores<T, D, BEGUN, Chip>(a, facts, x);
+        if (scores == MASKED)
+            return run_scores<T, D, MASKED, Chip>(a, facts, x);
         if (scores == UNBIASED)
             return run_scores<T, D, UNBIASED, Chip>(a, facts, x);
     }

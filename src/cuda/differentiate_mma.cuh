@@ -132,8 +132,15 @@ template <bool LARGE> __device__ inline float probability(float S, float c, floa
 }
 
 /* A bias can make scores so large that q.k is rounded when it is added, as it was in the forward. L must not be
- * subtracted before that. */
+ * subtracted before that, but before the product with c. */
 __device__ inline bool is_coarse(float L) { return !(fabsf(L) < 1e5f); }
+
+/* The L of probability(), where it is not in S already: L is in units of S where S begins with a bias, and at D = 128, where
+ * the bias has to be divided anyway, S begins without it. */
+template <int D, int SCORES> __device__ inline float less_later(const mma_args &a, float L, bool coarse)
+{
+    return SCORES != BEGUN || !a.bias.data ? L : D > 64 || coarse ? 0.0f : L * a.scale_log2;
+}
 
 template <class Tile, class Rows> __device__ static void subtract_rows(Tile &t, Rows L)
 {

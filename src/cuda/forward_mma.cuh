@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         if (SCORES == BEGUN && a.bias.data) {
             if (more)
                 prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
-            begin_with_bias(
-                t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; }, nothing(), [] {});
+            begin_with_bias<false>(
+                t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; }, nothing(), nothing());
         } else if (SCORES == BEGUN)
             begin_with_alibi(t, a, q, x);
         else
@@ -272,21 +272,25 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
     /* A warp's own rows of Q's tile become the way out: no other warp reads them. */
     const int i0 = s.i0, rows = min(BR, q.rows - i0);
     const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
+    float own_sum = 0.0f, own_most = 0.0f; /* of row number lane % 4 of the lane's: each lane finds the lse of one */
 #pragma unroll
     for (int r = 0; r < MT * 2; r++) {
-        const int i = i0 + row0 + r / 2 * 16 + r % 2 * 8 + lane / 4;
         float sum = row_sum(l[r]), own = m[r] * unit, most = fmaxf(own, sink), rescale = 0.0f;
         if (sum != 0.0f) { /* else the row saw no key */
             rescale = exp2_fast((own - most) * LOG2E);
             sum = sum * rescale + exp2_fast((sink - most) * LOG2E);
-            rescale = (DROPS && a.drop_below ? a.keep_scale : 1.0f) * rescale / sum;
+            rescale = __fdividef((DROPS && a.drop_below ? a.keep_scale : 1.0f) * rescale, sum);
         }
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
             O[r / 2][n][r % 2 * 2] *= rescale, O[r / 2][n][r % 2 * 2 + 1] *= rescale;
-        if (a.lse.data && lane % 4 == 0 && i < q.rows)
-            store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i), sum == 0.0f ? -CUDART_INF_F : most + logf(sum));
+        if (r == lane % 4)
+            own_sum = sum, own_most = most;
     }
+    const int own_row = row0 + own_tile::down(lane % 4) + lane / 4;
+    if (a.lse.data && lane % 4 < MT * 2 && own_row < rows)
+        store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i0 + own_row),
+              own_sum == 0.0f ? -CUDART_INF_F : own_most + logf(own_sum));
     const int64_t first = row_at(a.o, q.q_batch, x.h, q.q_row + i0), step = a.o.stride[2];
     store_rows<T, D, MT>(O, a.o, a.Dv, false, sQ, s.Q, row0,
                          [&](int r) { return r < rows ? first + r * step : NOWHERE; });
@@ -311,7 +315,7 @@ template <class T, int D, class Chip> static heed_status run_head(const args &a,
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
         if (scores == BEGUN)
             return run_tiles<T, D, BEGUN, Chip>(a, x);
-        if (scores == UNBIASED)
+        if (scores == MASKED || scores == UNBIASED)
             return run_tiles<T, D, UNBIASED, Chip>(a, x);
     }
     return scores == PLAIN ? run_tiles<T, D, PLAIN, Chip>(a, x) : run_tiles<T, D, GENERAL, Chip>(a, x);

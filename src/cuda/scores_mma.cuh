@@ -7,20 +7,20 @@
 
 /* ---- Kinds of scores --------------------------------------------------------------------------------------------- */
 
-/* What the scores of a kernel may need beyond scale and band: nothing; one term that S begins with; what takes no more
- * than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
-enum { PLAIN, BEGUN, UNBIASED, GENERAL };
+/* What the scores of a kernel may need beyond scale and band: nothing; one term that S begins with; a mask; what takes no
+ * more than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
+enum { PLAIN, BEGUN, MASKED, UNBIASED, GENERAL };
 
-/* Kernels for one term are compiled for the chips where they were measured: not from this arch on. */
+/* Kernels for one term or a mask alone are compiled for the chips where they were measured: not from this arch on. */
 constexpr int UNMEASURED_ARCH = 100;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define SCORES_RUN_HERE(scores) ((scores) != BEGUN)
+#define SCORES_RUN_HERE(scores) ((scores) != BEGUN && (scores) != MASKED)
 #else
 #define SCORES_RUN_HERE(scores) true
 #endif
 
 /* Those that have mask and bias in shared memory. */
-__host__ __device__ constexpr bool copies_scores(int scores) { return scores == UNBIASED || scores == GENERAL; }
+__host__ __device__ constexpr bool copies_scores(int scores) { return scores >= MASKED; }
 
 /* Whether all that is added to q.k is ALiBi, or a bias of which eight keys are always one piece of memory and whose scale
  * is one for scale_own(). */
@@ -39,8 +39,12 @@ template <int D, class Chip> static int scores_of(const args &a, int arch)
 {
     if (!has_extras(a) && a.scale > 0)
         return PLAIN;
-    if (one_term(a) && D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH)
-        return BEGUN;
+    if (D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH) {
+        if (one_term(a))
+            return BEGUN;
+        if (a.mask.data && !a.bias.data && !a.alibi.data && !(a.softcap > 0) && !a.drop_below && a.scale > 0)
+            return MASKED;
+    }
     if (a.bias.data || a.scale < 1e-18f || D > Chip::UNBIASED_HEAD_DIM || (a.softcap > 0 && !Chip::CAPS_UNBIASED) ||
         (a.drop_below && D > Chip::DROPS_UNBIASED))
         return GENERAL;
@@ -417,16 +421,13 @@ __device__ inline void load_bias(const Tile &t, const args &a, Rows rows, Use us
 }
 
 struct nothing {
-    static constexpr bool NONE = true;
-    __device__ float operator()(int) const { return 0.0f; }
+    __device__ void operator()() const {}
 };
-template <class F> struct something : F {
-    static constexpr bool NONE = false;
-    __device__ something(F f) : F(f) {}
-};
+template <class A, class B> constexpr bool same = false;
+template <class A> constexpr bool same<A, A> = true;
 
-/* S = bias / f - less(r). meanwhile(): what can be done while it comes, where nothing() is not all that it is less. */
-template <class Tile, class Rows, class Less, class Meanwhile>
+/* S = bias / f; LESS: S = bias / f - less(r). meanwhile(): what can be done while it comes. */
+template <bool LESS, class Tile, class Rows, class Less, class Meanwhile>
 __device__ inline void begin_with_bias(Tile &t, const mma_args &a, Rows rows, Less less, Meanwhile meanwhile)
 {
     constexpr int NEAR = Tile::NEIGHBOURS;
@@ -441,7 +442,7 @@ __device__ inline void begin_with_bias(Tile &t, const mma_args &a, Rows rows, Le
                 t.at(r, c + e) = __uint_as_float(part.x[e]);
         });
         meanwhile();
-    } else if (Less::NONE) {
+    } else if (same<Meanwhile, nothing>) {
         load_bias<2>(t, a, rows, [&](int r, int c, const words_of<2 * NEAR> &part) {
 #pragma unroll
             for (int e = 0; e < NEAR; e += 2)
@@ -461,9 +462,15 @@ __device__ inline void begin_with_bias(Tile &t, const mma_args &a, Rows rows, Le
             for (int c = 0; c < Tile::C; c += 2)
                 unpack(r, c, x[r][c / 2]);
     }
-    if (!Less::NONE)
-        begin_with(t, [&](int r, int c) { return fmaf(t.at(r, c), a.per_unit, -less(r)); });
-    else if (a.per_unit != 1.0f)
+    if constexpr (LESS) {
+#pragma unroll
+        for (int r = 0; r < Tile::R; r++) {
+            const float l = less(r);
+#pragma unroll
+            for (int c = 0; c < Tile::C; c++)
+                t.at(r, c) = fmaf(t.at(r, c), a.per_unit, -l);
+        }
+    } else if (a.per_unit != 1.0f)
         scale_scores(t, a.per_unit);
 }
 

@@ -291,6 +291,7 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
                               pair * 2) = pack<T>(Y[m][n][half * 2], Y[m][n][half * 2 + 1]);
             }
     __syncwarp();
+#pragma unroll 2
     for (int piece = lane; piece < 16 * MT * (D / 8); piece += 32) {
         const int r = row + piece / (D / 8), chunk = piece % (D / 8);
         const int64_t at = where(r);
