@@ -172,6 +172,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         float T[HEAD / 2]; /* P^T dO of a tile is added when the next S is under way */
         clear(T);
         int before = 0, held = 1000; /* shift of dO of the tile before, and of T */
+        int heads = a.G;             /* that have yet to meet the present column */
         const auto add = [&]() {
             const int by[2] = { held, held };
             dV.add(T, by);
@@ -188,7 +189,8 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
 #pragma unroll 1
         for (int j = 1; j < all; j++, tile++) {
             float S[COLUMNS / 2];
-            column += j % a.G ? 0 : COLUMNS;
+            if (--heads == 0)
+                heads = a.G, column += COLUMNS;
             wait_first(s, tile);
             wait_second(s, tile - 1);
             multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
@@ -546,14 +548,12 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
     const on_device device(x->device);
     heed_status status = device.status ? device.status : heed_cuda_args(p, &a);
     if (!status)
-        status = heed_cuda_prepare_others(p, &a, &behind);
+        status = heed_cuda_prepare_others(p, &a, &behind, false);
     if (status)
         return status;
-    split_tensors again = s.split; /* as backward_split.cu wants them */
-    again.L = again.delta = NULL, again.zeros = NULL;
-    again.k.marks = again.q.marks = NULL;
     s.split.facts = NULL;
     s.split.hi_only = p->precision == HEED_TF32;
+    s.split.gaps = (a.col_step != 1 || a.col) && !a.lengths_k && !a.offsets_k;
     job.job.a = a, job.job.L = s.split.L, job.job.delta = s.split.delta, job.job.pitch = a.q_rows;
     job.exact_below = split_exact_below(a), job.any = s.split.zeros + 2;
     if (!heed_elements(&p->a.q) || keys_of(a) == 0) { /* the sums are over nothing, and there are no maps */
@@ -562,13 +562,16 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
         status = status ? status : heed_cuda_fill(a.d_k, g.d_k.shape, 0.0f, x);
         return status ? status : heed_cuda_fill(a.d_v, g.d_v.shape, 0.0f, x);
     }
-    status = heed_cuda_split(a, s.split, NULL, x);
+    status = heed_sm90_find_pieces(a, s.keys, s.queries, x);
     if (!status)
-        status = heed_sm90_find_pieces(a, s.keys, s.queries, x);
+        status = heed_cuda_split(a, s.split, true, NULL, x);
     if (!status)
         status = run(job, s, plan, x);
-    if (!status)
-        status = heed_cuda_split(a, again, job.any, x);
     const marked only = { job.any, s.split.k.marks, s.split.q.marks };
-    return status ? status : heed_cuda_backward_marked(a, again, only, 2 * plan->device.units, x);
+    if (s.split.hi_only && !status) { /* what is marked wants lo too */
+        split_tensors both = s.split;
+        both.hi_only = both.gaps = false, both.zeros = both.k.marks = both.q.marks = NULL;
+        status = heed_cuda_split(a, both, true, job.any, x);
+    }
+    return status ? status : heed_cuda_backward_marked(a, s.split, only, 2 * plan->device.units, x);
 }

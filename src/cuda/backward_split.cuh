@@ -90,6 +90,18 @@ template <int D> struct gradient {
 
 /* ---- The other side ---------------------------------------------------------------------------------------------- */
 
+/* Facts of row i of the queries to where they are looked at. Where there are L and delta instead, P is 2^rest times as
+ * large, and lse says how large its logarithm may be. */
+__device__ inline void bring_facts(row_facts_split &to, const args &a, const split_tensors &split, const span &q, int h,
+                                   int i)
+{
+    const int64_t number = ((int64_t)q.q_batch * a.Hq + h) * a.q_rows + q.q_row + i;
+    if (split.facts)
+        copy_async(shared_address(&to), split.facts + number, 16);
+    else
+        to = { split.L[number], 0.0f, split.delta[number], fabsf(split.L[number]) < 1e7f ? 0.5f : 0.0f };
+}
+
 /* Where in it a block is: from row `at` of head h on. Queries of all heads of a group, keys of one. */
 struct place {
     int h, at;
@@ -107,8 +119,7 @@ __device__ static void meet(shared_backward<D> &s, int slot, const args &a, cons
     copy_split<D, MEET, THREADS>(shared_address(s.B2[slot]), split_row<D>(B2, batch, p.h, row), rows);
     if (KEYS && threadIdx.x < MEET) {
         const int i = min(p.at + (int)threadIdx.x, q.rows - 1), to = slot * MEET + threadIdx.x;
-        copy_async(shared_address(&s.facts[to]),
-                   split.facts + ((int64_t)q.q_batch * a.Hq + p.h) * a.q_rows + q.q_row + i, 16);
+        bring_facts(s.facts[to], a, split, q, p.h, i);
         band_of_row(a, q, i, s.low[to], s.high[to]);
         if (p.at + (int)threadIdx.x >= q.rows)
             s.low[to] = s.high[to] = 0; /* sees nothing */
@@ -130,10 +141,10 @@ __device__ static void clear(float (&x)[1][NT][4])
 }
 
 /* From S = A1 B1^T 2^shifts and dP = A2 B2^T / down to P and dS: plain scores are what the forward has made of them, to the
- * last bit. P is at most 1: rounding, where S is large, could make it more. */
+ * last bit. P is at most 1: rounding, where S is large, could make it more. divided: see bring_facts(). */
 template <class Tile>
 __device__ static void differentiate_plain(Tile &S, Tile &dP, const row_facts_split *facts, float scale, int shifts,
-                                           float down, float factor, bool whole)
+                                           float down, float factor, bool divided, bool whole)
 {
     const float c2 = fmaxf(fminf(times_power(scale, -shifts), 2e38f), 1.2e-38f) * LOG2E;
     if (!whole)
@@ -143,7 +154,7 @@ __device__ static void differentiate_plain(Tile &S, Tile &dP, const row_facts_sp
         const row_facts_split f = facts[S.query0 + Tile::later(r)];
 #pragma unroll
         for (int c = 0; c < Tile::C; c++) {
-            const float p = exp2_fast(min_or_nan(fmaf(S.at(r, c), c2, -f.log2) - f.rest, 0.0f));
+            const float p = exp2_fast(min_or_nan(fmaf(S.at(r, c), c2, -f.log2) - f.rest, divided ? f.lse : 0.0f));
             S.at(r, c) = p;
             dP.at(r, c) = p * fmaf(dP.at(r, c), down, -f.delta) * factor;
         }
@@ -182,7 +193,7 @@ __device__ static void differentiate_any(Tile &S, Tile &dP, const row_facts_spli
 /* dS has the scale in it where GENERAL. */
 template <bool GENERAL, class Tile>
 __device__ static void differentiate(Tile &S, Tile &dP, const row_facts_split *facts, const args &a, const span &q,
-                                     const head &x, int shifts, int d_shifts, bool whole)
+                                     const head &x, int shifts, int d_shifts, bool divided, bool whole)
 {
     for (; d_shifts > 100; d_shifts -= 100) /* so that its power of two is a number of fp32 */
 #pragma unroll
@@ -194,7 +205,7 @@ __device__ static void differentiate(Tile &S, Tile &dP, const row_facts_split *f
     if (GENERAL && (has_extras(a) || a.scale <= 0))
         differentiate_any(S, dP, facts, a, q, x, shifts, down, whole);
     else
-        differentiate_plain(S, dP, facts, a.scale, shifts, down, GENERAL ? a.scale : 1.0f, whole);
+        differentiate_plain(S, dP, facts, a.scale, shifts, down, GENERAL ? a.scale : 1.0f, divided, whole);
 }
 
 /* ---- A block ----------------------------------------------------------------------------------------------------- */
@@ -244,8 +255,7 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
     copy_split<D, SPLIT_ROWS, THREADS>(sA2, split_row<D>(A2, batch, own_h, row), rows);
     if (!KEYS && threadIdx.x < SPLIT_ROWS) {
         const int i = from + min((int)threadIdx.x, rows - 1);
-        copy_async(shared_address(&s.facts[threadIdx.x]),
-                   split.facts + ((int64_t)q.q_batch * a.Hq + own_h) * a.q_rows + q.q_row + i, 16);
+        bring_facts(s.facts[threadIdx.x], a, split, q, own_h, i);
         band_of_row(a, q, i, s.low[threadIdx.x], s.high[threadIdx.x]);
     }
     commit_copies();
@@ -300,7 +310,7 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
         else
             clear(dP);
         differentiate<GENERAL>(t, dt, s.facts + (KEYS ? slot * MEET : 0), a, q, x, own1.s + met1.s, own2.s + met2.s,
-                               whole);
+                               only && !split.facts, whole);
         if (WHICH & SECOND)
             y2.add(S, sB2 + column0 / 64 * MEET * 128, met2.s);
         if (WHICH & FIRST)
@@ -387,7 +397,7 @@ template <class Run> static heed_status backward_split_by(Run run, const heed_pr
 {
     split_tensors split = {};
     const prologue start(p, x, split_place(p, SPLIT_ALL, (char *)x->workspace, split));
-    const heed_status status = start.status ? start.status : heed_cuda_split(start.a, split, NULL, x);
+    const heed_status status = start.status ? start.status : heed_cuda_split(start.a, split, false, NULL, x);
     return status ? status : run(start.a, split, x);
 }
 

@@ -386,7 +386,7 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
     split_tensors split = {};
     lay_out(p, x->workspace, split);
     split.hi_only = p->precision == HEED_TF32;
-    heed_status status = start.status ? start.status : heed_cuda_split(a, split, NULL, x);
+    heed_status status = start.status ? start.status : heed_cuda_split(a, split, false, NULL, x);
     if (!status && split.hi_only)
         status = split_width(a) == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, units, x)
                                       : run<split_shape<128, 1, 2, 4>>(a, split, units, x);

@@ -340,7 +340,7 @@ heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, con
     if (splits_alone(p))
         return general ? run<128, true, true>(a, split, x) : run<128, false, true>(a, split, x);
     split_place(p, split_before(p), (char *)x->workspace, split);
-    const heed_status status = heed_cuda_split(a, split, NULL, x);
+    const heed_status status = heed_cuda_split(a, split, false, NULL, x);
     if (status)
         return status;
     if (wide)

@@ -104,14 +104,15 @@ heed_status heed_cuda_fill(const view &t, const int64_t shape[4], float value, c
 heed_status heed_cuda_prepare_forward(const heed_problem *p, const args &a, const heed_exec *x);
 
 /* What backward does before and after its kernels. prepare: a->delta becomes present (computed into the workspace
- * where the caller gave none) and gradients that the kernels may not reach become zero. */
+ * where the caller gave none) and gradients that the kernels may not reach become zero; gaps: those of keys off the stride
+ * are among them. */
 size_t heed_cuda_delta_bytes(const heed_problem *p);
-heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x);
+heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x, bool gaps = true);
 
 /* The same for kernels that compute delta where they need it, and also the gradients of sink and bias: those are made by
  * kernels that want delta in memory, but the other gradients do not depend on whether they are wanted. */
 size_t heed_cuda_others_bytes(const heed_problem *p);
-heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_exec *x);
+heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_exec *x, bool gaps = true);
 
 /* For each row of q { lse * unit, delta }, the first within the range of finite numbers, or { +inf, 0 } for a row without
  * gradient: its P is then 0. */

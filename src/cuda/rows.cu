@@ -280,7 +280,7 @@ size_t heed_cuda_delta_bytes(const heed_problem *p)
     return p->g.delta.data ? 0 : (size_t)(shape[0] * shape[1] * shape[2]) * sizeof(float);
 }
 
-heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x)
+heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const heed_exec *x, bool gaps)
 {
     heed_status status = HEED_OK;
     if (!a->delta.data) {
@@ -297,7 +297,7 @@ heed_status heed_cuda_prepare_backward(const heed_problem *p, args *a, const hee
         return status;
     if (!status && (a->lengths_q || a->offsets_q))
         status = heed_cuda_fill(a->d_q, p->g.d_q.shape, 0.0f, x);
-    if (!status && (a->lengths_k || a->offsets_k || a->col_step != 1 || a->col)) /* padding, keys off the stride */
+    if (!status && (a->lengths_k || a->offsets_k || (gaps && (a->col_step != 1 || a->col)))) /* padding, and the gaps */
         status = fill_both(filling_of(a->d_k, p->g.d_k.shape, 0.0f), filling_of(a->d_v, p->g.d_v.shape, 0.0f), x);
     return status;
 }
@@ -306,12 +306,12 @@ static int wants_delta(const heed_problem *p) { return p->g.d_sink.data || p->g.
 
 size_t heed_cuda_others_bytes(const heed_problem *p) { return wants_delta(p) ? heed_cuda_delta_bytes(p) : 0; }
 
-heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_exec *x)
+heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_exec *x, bool gaps)
 {
     char *const given = a->delta.data;
     if (!given && !wants_delta(p))
         a->delta.data = heed_stand_in; /* so that nobody computes it */
-    heed_status status = heed_cuda_prepare_backward(p, a, x);
+    heed_status status = heed_cuda_prepare_backward(p, a, x, gaps);
     if (!status)
         status = heed_cuda_sink_gradient(*a, x);
     if (!status)

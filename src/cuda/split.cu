@@ -123,6 +123,20 @@ __device__ static void find_facts(const args &a, const split_tensors &to, const 
         to.L[number] = f.log2, to.delta[number] = fmaf(-f.delta, less[threadIdx.x], f.delta);
 }
 
+/* Zeros for gradients of the keys around the stride's, of 64 of these: those before the first of all as well. */
+__device__ static void clear_gaps(const args &a, const split_group &g, const view &t, int width, int first)
+{
+    const int64_t from = first ? a.col + (int64_t)first * a.col_step : 0;
+    const int64_t to = g.from.count <= SPLIT_ROWS ? a.Sk : a.col + (int64_t)(first + SPLIT_ROWS) * a.col_step;
+    for (int64_t row = from + threadIdx.x / 32; row < to; row += THREADS / 32) {
+        if (row >= a.col && (row - a.col) % a.col_step == 0)
+            continue;
+        const int64_t at = row_at(t, g.batch, g.head, row);
+        for (int c = threadIdx.x % 32; c < width; c += 32)
+            store(t, at + c * t.stride[3], 0.0f);
+    }
+}
+
 /* Group number `index` of all. */
 template <int D, bool SUMS>
 __device__ static void split_one(const args &a, const split_tensors &to, const split_grid &n, int index)
@@ -131,6 +145,9 @@ __device__ static void split_one(const args &a, const split_tensors &to, const s
     const split_group g(a, to, n, index);
     if (g.from.count <= 0)
         return;
+    const view &gradient = g.second ? a.d_v : a.d_k;
+    if (to.gaps && g.keys && gradient.data)
+        clear_gaps(a, g, gradient, g.second ? a.Dv : a.D, g.row);
     const flight<D> rows(g.from);
     const bool d_o = g.second && !g.keys;
     if (d_o)
@@ -160,22 +177,26 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1
         split_one<D, SUMS>(a, to, n, index);
         __syncthreads();
     }
+    wait_for_last(); /* when this kernel has ended, so has the one before */
 #endif
 }
 
 template <int D, bool SUMS = false>
-static heed_status run(const args &a, const split_tensors &to, const int *when, const heed_exec *x)
+static heed_status run(const args &a, const split_tensors &to, bool early, const int *when, const heed_exec *x)
 {
     const split_grid n = split_grid_of(a, to);
     const int64_t all = (int64_t)a.B * a.Hk * n.of_head;
-    return when ? launch_next(split_pass<D, SUMS>, HEED_MIN(all, FEW), THREADS, 0, x, a, to, n, (int)all, when)
-                : launch(split_pass<D, SUMS>, HEED_MAX(all, 1), THREADS, 0, x, a, to, n, (int)all, when);
+    const int64_t blocks = when ? HEED_MIN(all, FEW) : HEED_MAX(all, 1);
+    return early || when ? launch_next(split_pass<D, SUMS>, blocks, THREADS, 0, x, a, to, n, (int)all, when)
+                         : launch(split_pass<D, SUMS>, blocks, THREADS, 0, x, a, to, n, (int)all, when);
 }
 
-heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x)
+heed_status heed_cuda_split(const args &a, const split_tensors &to, bool early, const int *when, const heed_exec *x)
 {
     const int width = split_width(a);
     if (to.d_o.rows && !a.delta.data)
-        return width == 64 ? run<64, true>(a, to, when, x) : run<128, true>(a, to, when, x);
-    return width == 64 ? run<64>(a, to, when, x) : width == 128 ? run<128>(a, to, when, x) : run<256>(a, to, when, x);
+        return width == 64 ? run<64, true>(a, to, early, when, x) : run<128, true>(a, to, early, when, x);
+    return width == 64    ? run<64>(a, to, early, when, x)
+           : width == 128 ? run<128>(a, to, early, when, x)
+                          : run<256>(a, to, early, when, x);
 }

@@ -224,10 +224,12 @@ struct split_tensors {
     float *L, *delta; /* [batch][head][row] */
     int *zeros;       /* three numbers that are to become 0 */
     bool hi_only;     /* lo is not wanted */
+    bool gaps;        /* dK and dV of keys off the stride are to become 0 */
 };
 
-/* split.cu. when, on Hopper: does nothing where this is 0, which is the rule. */
-heed_status heed_cuda_split(const args &a, const split_tensors &to, const int *when, const heed_exec *x);
+/* split.cu. On Hopper, early: it need not wait for the kernel before it. when: it does nothing where this is 0, which is
+ * the rule. */
+heed_status heed_cuda_split(const args &a, const split_tensors &to, bool early, const int *when, const heed_exec *x);
 
 /* The width of the tiles. */
 inline int split_width(int64_t head) { return head <= 64 ? 64 : head <= 128 ? 128 : 256; }
