@@ -65,9 +65,6 @@ template <class C> __device__ inline uint64_t second_tile(const backward_shared<
 
 /* ---- Pointwise work ---------------------------------------------------------------------------------------------- */
 
-/* Where L is this large, rounding may carry c S beyond it, and P must be kept from exceeding 1. */
-__device__ inline bool is_large(float L) { return fabsf(L) > 65536.0f && fabsf(L) < CUDART_INF_F; }
-
 /* Column of element e of a tile in this lane, less that of its first. */
 __device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }
 
@@ -95,27 +92,19 @@ __device__ inline float slope_at(const score_rule &rule, float P, float L)
     return P == 0.0f ? 0.0f : 1.0f - u * u;
 }
 
-/* Whether all rows see all columns of a tile and no L is large. The whole warp; L belongs to the columns. */
-__device__ inline bool is_plain(const float *L, bool whole)
-{
-    const float2 two = *(const float2 *)(L + threadIdx.x % 32 * 2);
-    return whole && !__any_sync(~0u, is_large(two.x) || is_large(two.y));
-}
-
-/* S becomes P. L belongs to the columns (keys own the rows); ranges are those of the own rows, column() is this lane's
- * first. */
-template <bool CAPPED, class Column>
+/* S becomes P. L belongs to the columns (keys own the rows); ranges are those of the own rows; care: see care_for(). */
+template <bool CAPPED>
 __device__ inline void probabilities_by_column(float (&S)[COLUMNS / 2], const float *L, const score_rule &rule,
-                                               bool plain, const int2 *range, Column column)
+                                               int care, const int2 *range)
 {
     L += threadIdx.x % 4 * 2;
-    if (!CAPPED && plain) {
+    if (!CAPPED && care < 0) {
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; e++)
             S[e] = exp2_fast(fmaf(S[e], rule.c, -L[column_of(e)]));
         return;
     }
-    careful_probabilities<CAPPED>(S, rule, range, column(), [&](int e) { return L[column_of(e)]; });
+    careful_probabilities<CAPPED>(S, rule, range, care + threadIdx.x % 4 * 2, [&](int e) { return L[column_of(e)]; });
 }
 
 template <class T> __device__ inline float2 unpack2(uint32_t x);

@@ -163,6 +163,7 @@ template <class C> struct backward_shared {
     float4 stage[C::STAGED][C::ADDS ? COLUMNS * C::D / 4 : 1];  /* tiles of dQ on their way to the sums */
     uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
     float L[C::KEYS ? C::FIRST : 1][COLUMNS], delta[C::KEYS ? C::SECOND : 1][COLUMNS]; /* of the tiles in the rings */
+    int care[C::KEYS ? C::FIRST : 1][C::GROUPS]; /* see care_for() */
     int2 range[C::WORKS][C::ROWS]; /* of the columns that an own row sees */
     piece work[C::WORKS];
     uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];
@@ -285,6 +286,16 @@ template <class C> __device__ inline void wait_own_free(backward_shared<C> &s, i
     wait(shared_address(&s.own_free[n % C::SLOTS]), n / C::SLOTS & 1 ^ 1);
 }
 
+/* Where L is this large, rounding may carry c S beyond it, and P must be kept from exceeding 1. */
+__device__ inline bool is_large(float L) { return fabsf(L) > 65536.0f && fabsf(L) < CUDART_INF_F; }
+
+/* What own rows need to know of a tile of columns: where it begins, or -1 where all of them see all of it and no L is
+ * large, so that it may go the short way. */
+__device__ inline int care_for(const piece &w, int group, int column, bool large)
+{
+    return !large && column >= w.inside[group] && column + COLUMNS <= w.outside[group] ? -1 : column;
+}
+
 /* Where the columns are queries: L and delta of each that a piece of work meets, asked for before there is room for
  * them; up to so many more tiles, from `step` of head h on. The copy engine would want them at multiples of 16 bytes. */
 template <class C>
@@ -303,7 +314,10 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
         const float *L = p.L + at, *delta = p.delta + at;
         const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
         const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
+        const bool large = p.a.softcap > 0 || __any_sync(~0u, is_large(L0) || is_large(L1));
         wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
+        if (lane < C::GROUPS)
+            s.care[first][lane] = care_for(w, lane, column, large);
         bring(s.L[first], L0, L1, &s.first_full[first]);
         wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
         bring(s.delta[second], delta0, delta1, &s.second_full[second]);

@@ -9,35 +9,14 @@
 #include "backward_sm90_roles.cuh"
 #include "backward_sm90_sums.cuh"
 
-/* What a group holds while it meets queries. Tiles are counted over all work, and in a piece of it all heads that share
- * the keys meet a column before the next. */
+/* What a group holds while it meets queries. Tiles are counted over all work. */
 template <class C> struct key_group {
     float dK[C::D / 2], dV[C::D / 2], S[COLUMNS / 2];
     uint32_t dS[COLUMNS / 16][4];
     uint64_t K, V;
-    int slot;                 /* of the work */
-    int from, first;          /* its first tile, and the first that the group meets */
-    int plain_from, plain_to; /* tiles that all rows see all of */
-    bool plain;               /* whether the tile to come may go the short way */
-
-    __device__ void begin(const piece &w, int group, int heads, int tile)
-    {
-        const int low = clamp((w.inside[group] - w.start + COLUMNS - 1) / COLUMNS, 0, w.tiles);
-        const int high = clamp((w.outside[group] - w.start) / COLUMNS, low, w.tiles);
-        from = tile;
-        plain_from = uniform(tile + (C::ADDS ? w.tiles - high : low) * heads);
-        plain_to = uniform(tile + (C::ADDS ? w.tiles - low : high) * heads);
-    }
-
-    __device__ int column(const piece &w, int heads, int tile) const
-    {
-        return column_at<C>(w, heads == 1 ? tile - from : (tile - from) / heads);
-    }
-
-    __device__ void look_at(const backward_shared<C> &s, int tile)
-    {
-        plain = is_plain(s.L[tile % C::FIRST], tile >= plain_from && tile < plain_to);
-    }
+    int slot;        /* of the work */
+    int from, first; /* its first tile, and the first that the group meets */
+    int care;        /* of the tile to come */
 };
 
 /* Adds up dQ of the tile before, where it is this group's turn. last: K is not needed any more. */
@@ -84,10 +63,9 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
     wgmma_commit();
     if (!(C::WAYS & AHEAD))
-        x.look_at(s, tile);
+        x.care = uniform(s.care[tile % C::FIRST][GROUP]);
     keep_order(tile);
-    probabilities_by_column<CAPPED>(x.S, s.L[tile % C::FIRST], rule, x.plain, &s.range[x.slot][row],
-                                    [&] { return x.column(s.work[x.slot], p.a.G, tile) + threadIdx.x % 4 * 2; });
+    probabilities_by_column<CAPPED>(x.S, s.L[tile % C::FIRST], rule, x.care, &s.range[x.slot][row]);
     if (C::WAYS & LATE) {
         wgmma_wait<1>(); /* dK of the tile before */
         if (tile != x.first)
@@ -103,7 +81,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
         multiply_rows<T, D, C::ROWS, COLUMNS>(next, x.K, first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
         wgmma_commit();
         if (C::WAYS & AHEAD)
-            x.look_at(s, tile + 1);
+            x.care = uniform(s.care[(tile + 1) % C::FIRST][GROUP]);
     };
     if (NEXT)
         start_next();
@@ -153,7 +131,7 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
     const piece &w = s.work[x.slot];
     const int tiles = w.tiles, begin = C::ADDS ? tiles - w.end[GROUP] : w.begin[GROUP];
     const int end = C::ADDS ? tiles - w.begin[GROUP] : w.end[GROUP];
-    x.begin(w, GROUP, p.a.G, tile);
+    x.from = tile;
     tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(begin * p.a.G));
     x.first = tile;
     const int last = uniform(tile + (end - begin) * p.a.G - 1);
@@ -163,7 +141,7 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
         multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, x.K, first_tile(s, tile));
         wgmma_commit();
         if (C::WAYS & AHEAD)
-            x.look_at(s, tile);
+            x.care = uniform(s.care[tile % C::FIRST][GROUP]);
         wgmma_wait<0>();
 #pragma unroll 1
         for (; tile < last; tile++)

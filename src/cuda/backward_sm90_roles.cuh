@@ -23,10 +23,9 @@ __device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const a
  * there is no tile before. */
 template <class T, class C, bool CAPPED>
 __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS / 16][4], backward_shared<C> &s,
-                                   const score_rule &rule, int slot, int tile, int column, bool first)
+                                   const score_rule &rule, int slot, int tile, bool first)
 {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const piece &w = s.work[slot];
     const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
     float S[COLUMNS / 2];
     if (!first) {
@@ -43,10 +42,9 @@ __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS 
         wgmma_wait<1>();
         release_second(s, tile - 1);
     }
-    const bool plain = is_plain(s.L[tile % C::FIRST], column >= w.inside[0] && column + COLUMNS <= w.outside[0]);
+    const int care = uniform(s.care[tile % C::FIRST][0]);
     wgmma_wait<0>();
-    probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, plain, &s.range[slot][row],
-                                    [&] { return column + lane % 4 * 2; });
+    probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, care, &s.range[slot][row]);
     release_first(s, tile);
     pack_rows<T, COLUMNS>(P, S);
     wait_to_pass(s, tile);
@@ -66,16 +64,13 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
         wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
         if (!uniform(w.exists))
             break;
-        const int tiles = uniform(w.tiles), all = tiles * a.G;
+        const int all = uniform(w.tiles) * a.G;
         float dV[C::D / 2];
         uint32_t P[COLUMNS / 16][4];
         clear(dV);
-        int column = w.start;
 #pragma unroll 1
-        for (int j = 0; j < all; j++, tile++) {
-            meet_values<T, C, CAPPED>(dV, P, s, p.rule, slot, tile, column, j == 0);
-            column += (j + 1) % a.G ? 0 : COLUMNS;
-        }
+        for (int j = 0; j < all; j++, tile++)
+            meet_values<T, C, CAPPED>(dV, P, s, p.rule, slot, tile, j == 0);
         if (all) {
             wait_second(s, tile - 1);
             wgmma_fence();
