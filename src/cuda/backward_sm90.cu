@@ -114,41 +114,42 @@ template <class T> static heed_status launch_terms(const args &a, const term_row
 
 /* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
 
-/* A block for each tile of each head; each thread takes 16 columns of a row at a time. */
+/* A block for each tile of each head; each thread takes 8 columns of two rows at a time. */
 template <class T>
 __global__ void __launch_bounds__(128)
     finish_dq(const __grid_constant__ args a, const __grid_constant__ term_rows t, int tiles)
 {
     const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
     wait_for_last();
-    const int groups = t.sums.width / 16, octet = piece_at(a, false, 8, b, 0);
+    const int groups = t.sums.width / 8, strip = piece_at(a, false, 16, b, 0);
     const span q = span_of(a, b);
     const bool any = t.turns[place_of(a, piece_at(a, false, COLUMNS, b, tile), h)]; /* else nothing is there */
-    for (int n = threadIdx.x; n < COLUMNS * groups; n += 128) {
-        const int i = tile * COLUMNS + n / (8 * groups) * 8 + n % 8, group = n / 8 % groups;
-        if (i >= q.rows || group * 16 >= a.D)
+    for (int n = threadIdx.x; n < COLUMNS / 2 * groups; n += 128) {
+        const int i = tile * COLUMNS + n / (8 * groups) * 16 + n % 8, group = n / 8 % groups, columns = a.D - group * 8;
+        if (i >= q.rows || columns <= 0)
             continue;
-        const float *from = t.sums.at(h, octet, i) + group * 128 + i % 8 * 16;
-        float y[16];
+        const float *from = t.sums.at(h, strip, i) + group * 128 + n % 8 * 16;
+        float y[2][8];
 #pragma unroll
         for (int lane = 0; lane < 4; lane++) {
             const float4 x = any ? *(const float4 *)(from + lane * 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            y[lane * 2] = x.x * a.scale, y[lane * 2 + 1] = x.y * a.scale;
-            y[lane * 2 + 8] = x.z * a.scale, y[lane * 2 + 9] = x.w * a.scale;
+            y[0][lane * 2] = x.x * a.scale, y[0][lane * 2 + 1] = x.y * a.scale;
+            y[1][lane * 2] = x.z * a.scale, y[1][lane * 2 + 1] = x.w * a.scale;
         }
-        const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i) + group * 16;
 #pragma unroll
-        for (int c = 0; c < 16; c += 8) {
-            const int columns = a.D - group * 16 - c;
+        for (int r = 0; r < 2; r++) {
+            if (i + r * 8 >= q.rows)
+                continue;
+            const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i + r * 8) + group * 8;
+            const float *const x = y[r];
             if (columns >= 8 && a.d_q.dtype != HEED_F32)
-                *(uint4 *)((uint16_t *)a.d_q.data + at +
-                           c) = make_uint4(pack<T>(y[c], y[c + 1]), pack<T>(y[c + 2], y[c + 3]),
-                                           pack<T>(y[c + 4], y[c + 5]), pack<T>(y[c + 6], y[c + 7]));
+                *(uint4 *)((uint16_t *)a.d_q.data + at) = make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
+                                                                     pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
             else
 #pragma unroll
-                for (int e = c; e < c + 8; e++)
-                    if (e - c < columns)
-                        store(a.d_q, at + e, y[e] + (a.accumulate ? load(a.d_q, at + e) : 0.0f));
+                for (int e = 0; e < 8; e++)
+                    if (e < columns)
+                        store(a.d_q, at + e, x[e] + (a.accumulate ? load(a.d_q, at + e) : 0.0f));
         }
     }
 }
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(128)
     describe(a, q, keys, row, rows, t.grid, t.pieces[at]);
     if (lane == 0)
         t.pieces[at].rows = rows, t.pieces[at].tile = tile, t.pieces[at].turns = piece_at(a, false, COLUMNS, b, 0),
-        t.pieces[at].sums = piece_at(a, false, 8, b, 0), t.pieces[at].alone = 0;
+        t.pieces[at].sums = piece_at(a, false, 16, b, 0), t.pieces[at].alone = 0;
     for (int r = lane; r < t.rows; r += 32)
         t.ranges[(int64_t)at * t.rows + r] = r < rows ? visible_columns(a, q, keys, row + r) : make_int2(0, 0);
 }
@@ -267,8 +268,8 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, void *me
     if (sums) {
         const int64_t rows = p->a.q.shape[0] * p->a.q.shape[2];
         dq_sums &to = t->terms.sums;
-        to.octets = (int)(rows / 8 + p->B + 1), to.width = form.all.head_dim;
-        to.data = (float *)space.take((size_t)(p->Hq * to.octets * 8 * to.width) * sizeof(float));
+        to.strips = (int)(rows / 16 + p->B + 1), to.width = form.all.head_dim;
+        to.data = (float *)space.take((size_t)(p->Hq * to.strips * 16 * to.width) * sizeof(float));
         t->terms.places = (int)((rows / COLUMNS + p->B + 1) * p->Hq);
         t->terms.turns = (int *)space.take((size_t)t->terms.places * sizeof(int));
     }

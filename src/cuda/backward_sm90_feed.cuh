@@ -24,15 +24,15 @@ struct score_rule {
     float c, in, out, out_inverse;
 };
 
-/* Sums of dQ, [Hq][octets][8 width]. An octet is 8 rows in the order of the lanes that hold a result: 16 columns of all
- * rows lie together, and of these in each row four floats of its first lane (columns 0, 1, 8 and 9), of its second (2,
- * 3, 10 and 11) and so on. Each sequence begins an octet. at(): from `row` on, a multiple of 8. */
+/* Sums of dQ, [Hq][strips][16 width]. A strip is 16 rows as a warp holds them: 8 columns of all rows lie together, and of
+ * these four floats of each lane, which are those of two columns and of the rows r and r + 8. Each sequence begins a
+ * strip. at(): from `row` on, a multiple of 16. */
 struct dq_sums {
     float *data; /* NULL: there are none */
-    int octets, width;
-    __device__ float *at(int head, int first_octet, int row) const
+    int strips, width;
+    __device__ float *at(int head, int first_strip, int row) const
     {
-        return data + ((int64_t)head * octets + first_octet + row / 8) * (8 * width);
+        return data + ((int64_t)head * strips + first_strip + row / 16) * (16 * width);
     }
 };
 
@@ -65,7 +65,7 @@ struct piece {
     int head;
     int tile;  /* of the own rows, counted from the sequence's first */
     int turns; /* where the sequence's first tile of queries stands among those that wait for turns, */
-    int sums;  /* and its first octet of rows among the sums */
+    int sums;  /* and its first strip of rows among the sums */
     int alone; /* from this tile of columns on, the own rows are the first to add to dQ */
     int begin[3], end[3], inside[3], outside[3];
 };
@@ -468,7 +468,7 @@ template <class C>
 __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, const piece &w, int tile, int h, int row)
 {
     const uint32_t stage = shared_address(s.stage[tile % C::STAGED]);
-    const int bytes = min(COLUMNS, (w.columns - row + 7) / 8 * 8) * C::D * (int)sizeof(float);
+    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::D * (int)sizeof(float);
     const bool first = row / COLUMNS >= w.alone;
     int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
     while (!first && (p.any_order ? see_turn(turn) == 0 : see_turn(turn) != w.tile))

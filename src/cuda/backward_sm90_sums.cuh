@@ -53,13 +53,10 @@ __device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile, bo
     }
     if (FIRST == 0)
         wait(shared_address(&s.stage_free[tile % 2]), (tile + 2 - C::STAGED) / 2 & 1 ^ 1);
-    float4 *const to = s.stage[tile % C::STAGED] + threadIdx.x / 32 % 4 * (4 * C::D) + FIRST * 2 + threadIdx.x % 32;
+    float4 *const to = s.stage[tile % C::STAGED] + threadIdx.x / 32 % 4 * (4 * C::D) + FIRST * 4 + threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < N / 16; i++) {
-        const float *x = &dQ[8 * i];
-        to[i * 32] = make_float4(x[0], x[1], x[4], x[5]);
-        to[i * 32 + 2 * C::D] = make_float4(x[2], x[3], x[6], x[7]);
-    }
+    for (int i = 0; i < N / 8; i++)
+        to[i * 32] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
 }
 
 /* All columns; the owner of dQ, who has few registers, takes 64 at a time. last: K is not needed any more. */
