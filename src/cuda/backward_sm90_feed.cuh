@@ -139,7 +139,7 @@ enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8, OWNER = 16 };
  * tiles of P do. */
 template <bool KEYS_, int D_, int ROWS_, int SLOTS_, int FIRST_, int SECOND_, int WAYS_ = 0, int DS_ = 0, int PASS_ = 0>
 struct backward_shape {
-    static constexpr bool KEYS = KEYS_, ADDS = DS_ != 0;
+    static constexpr bool KEYS = KEYS_, ADDS = DS_ != 0, PACED = ADDS; /* PACED: see begin_exponentials() */
     static constexpr int D = D_, ROWS = ROWS_, SLOTS = SLOTS_, FIRST = FIRST_, SECOND = SECOND_, WAYS = WAYS_, DS = DS_,
                          PASS = PASS_;
     static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, OWNERS = WAYS & OWNER ? 1 : 0,
@@ -150,8 +150,7 @@ struct backward_shape {
                                 : CONSUMERS == 2 ? 240
                                                  : 160;
     static constexpr int STAGED = D <= 64 ? 2 : 1;
-    static constexpr int WORKS = ADDS ? 2 : SLOTS;         /* pieces of work that are known at a time */
-    static constexpr int STEP = ADDS ? -COLUMNS : COLUMNS; /* see column_at() */
+    static constexpr int WORKS = ADDS ? 2 : SLOTS; /* pieces of work that are known at a time */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
 };
 
@@ -163,7 +162,7 @@ template <class C> struct backward_shared {
     float4 stage[C::STAGED][C::ADDS ? COLUMNS * C::D / 4 : 1];  /* tiles of dQ on their way to the sums */
     uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
     float L[C::KEYS ? C::FIRST : 1][COLUMNS], delta[C::KEYS ? C::SECOND : 1][COLUMNS]; /* of the tiles in the rings */
-    int care[C::KEYS ? C::FIRST : 1][C::GROUPS]; /* see care_for() */
+    int care[C::KEYS ? C::FIRST : 1][C::GROUPS];                                       /* see care_for() */
     int2 range[C::WORKS][C::ROWS]; /* of the columns that an own row sees */
     piece work[C::WORKS];
     uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];

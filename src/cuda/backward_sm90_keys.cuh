@@ -14,47 +14,49 @@ template <class C> struct key_group {
     float dK[C::D / 2], dV[C::D / 2], S[COLUMNS / 2];
     uint32_t dS[COLUMNS / 16][4];
     uint64_t K, V;
-    int slot;        /* of the work */
+    int group, slot; /* slot: of the work */
     int from, first; /* its first tile, and the first that the group meets */
     int care;        /* of the tile to come */
 };
 
 /* Adds up dQ of the tile before, where it is this group's turn. last: K is not needed any more. */
-template <class T, class C, int GROUP>
+template <class T, class C>
 __device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile,
                                   bool last = false)
 {
-    if (!C::OWNERS && tile > x.from && (tile - 1) % 2 == GROUP)
+    if (!C::OWNERS && tile > x.from && (tile - 1) % 2 == x.group)
         sum_queries<T, C>(s, x.slot % C::SLOTS, tile - 1, last);
     else if (last)
         release(&s.own_free[x.slot % C::SLOTS]);
 }
 
 /* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
-template <class T, class C, int GROUP>
+template <class T, class C>
 __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile, int count)
 {
-    if constexpr (C::ADDS) {
-        const uint32_t none[COLUMNS / 16][4] = {};
-        for (; count > 0; count--) {
-            hand_over<C>(s, none, tile, GROUP);
+    for (; count > 0; count--) {
+        begin_exponentials<C>(x.group);
+        end_exponentials<C>(x.group);
+        if constexpr (C::ADDS) {
+            const uint32_t none[COLUMNS / 16][4] = {};
+            hand_over<C>(s, none, tile, x.group);
             announce(s, tile);
-            sum_behind<T, C, GROUP>(p, x, s, tile);
-            tile = skip(s, tile, 1);
+            sum_behind<T, C>(p, x, s, tile);
         }
+        tile = skip(s, tile, 1);
     }
-    return skip(s, tile, count);
+    return tile;
 }
 
 /* One tile, whose S is there. While its dS is computed (EARLY) or its dK, the tensor core has S of the next to do,
  * unless this is the last, and dK may take until the next P is computed (LATE). */
-template <class T, class C, bool CAPPED, int GROUP, bool LAST>
+template <class T, class C, bool CAPPED, bool LAST>
 __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const score_rule &rule = p.rule;
     constexpr int D = C::D;
     constexpr bool NEXT = (C::WAYS & EARLY) && !LAST;
-    const int row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const int row = x.group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     float dP[COLUMNS / 2], next[COLUMNS / 2];
     uint32_t P[COLUMNS / 16][4];
     const uint64_t dO = second_tile(s, tile);
@@ -63,8 +65,9 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
     wgmma_commit();
     if (!(C::WAYS & AHEAD))
-        x.care = uniform(s.care[tile % C::FIRST][GROUP]);
+        x.care = uniform(s.care[tile % C::FIRST][x.group]);
     keep_order(tile);
+    begin_exponentials<C>(x.group);
     probabilities_by_column<CAPPED>(x.S, s.L[tile % C::FIRST], rule, x.care, &s.range[x.slot][row]);
     if (C::WAYS & LATE) {
         wgmma_wait<1>(); /* dK of the tile before */
@@ -75,13 +78,14 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     wgmma_fence();
     multiply_columns<T, D, COLUMNS>(x.dV, P, dO); /* dV += P^T dO */
     wgmma_commit();
+    end_exponentials<C>(x.group);
     const auto start_next = [&] {
         wait_first(s, tile + 1);
         wgmma_fence();
         multiply_rows<T, D, C::ROWS, COLUMNS>(next, x.K, first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
         wgmma_commit();
         if (C::WAYS & AHEAD)
-            x.care = uniform(s.care[(tile + 1) % C::FIRST][GROUP]);
+            x.care = uniform(s.care[(tile + 1) % C::FIRST][x.group]);
     };
     if (NEXT)
         start_next();
@@ -95,7 +99,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
                                                s.L[tile % C::FIRST], s.delta[tile % C::SECOND], rule);
     pack_rows<T, COLUMNS>(x.dS, dP);
     if constexpr (C::ADDS) {
-        hand_over<C>(s, x.dS, tile, GROUP);
+        hand_over<C>(s, x.dS, tile, x.group);
         if (!C::OWNERS) {
             if (!p.any_order) /* others wait for it */
                 announce(s, tile);
@@ -110,7 +114,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if constexpr (C::ADDS) {
         if (C::OWNERS || p.any_order)
             announce(s, tile);
-        sum_behind<T, C, GROUP>(p, x, s, tile);
+        sum_behind<T, C>(p, x, s, tile);
         if (!NEXT && !LAST && !C::OWNERS)
             start_next();
     }
@@ -125,14 +129,14 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
 }
 
 /* All tiles of a piece of work. */
-template <class T, class C, bool CAPPED, int GROUP>
+template <class T, class C, bool CAPPED>
 __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const piece &w = s.work[x.slot];
-    const int tiles = w.tiles, begin = C::ADDS ? tiles - w.end[GROUP] : w.begin[GROUP];
-    const int end = C::ADDS ? tiles - w.begin[GROUP] : w.end[GROUP];
+    const int tiles = w.tiles, begin = C::ADDS ? tiles - w.end[x.group] : w.begin[x.group];
+    const int end = C::ADDS ? tiles - w.begin[x.group] : w.end[x.group];
     x.from = tile;
-    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform(begin * p.a.G));
+    tile = pass_by<T, C>(p, x, s, tile, uniform(begin * p.a.G));
     x.first = tile;
     const int last = uniform(tile + (end - begin) * p.a.G - 1);
     if (uniform(begin < end)) {
@@ -141,22 +145,22 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
         multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, x.K, first_tile(s, tile));
         wgmma_commit();
         if (C::WAYS & AHEAD)
-            x.care = uniform(s.care[tile % C::FIRST][GROUP]);
+            x.care = uniform(s.care[tile % C::FIRST][x.group]);
         wgmma_wait<0>();
 #pragma unroll 1
         for (; tile < last; tile++)
-            meet_tile<T, C, CAPPED, GROUP, false>(p, x, s, tile);
-        meet_tile<T, C, CAPPED, GROUP, true>(p, x, s, tile++);
+            meet_tile<T, C, CAPPED, false>(p, x, s, tile);
+        meet_tile<T, C, CAPPED, true>(p, x, s, tile++);
     }
-    tile = pass_by<T, C, GROUP>(p, x, s, tile, uniform((tiles - end) * p.a.G));
+    tile = pass_by<T, C>(p, x, s, tile, uniform((tiles - end) * p.a.G));
     if constexpr (C::ADDS)
-        sum_behind<T, C, GROUP>(p, x, s, tile, C::SLOTS == 1);
+        sum_behind<T, C>(p, x, s, tile, C::SLOTS == 1);
     return tile;
 }
 
 /* dK and dV leave by way of V, which nobody reads any more once the four warps are done with it; or, where the next K and
  * V would have to wait for that, by way of the group's own share of two tiles of dS. tile: the next. */
-template <class T, class C, int GROUP>
+template <class T, class C>
 __device__ inline void leave(const args &a, const key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const piece &w = s.work[x.slot];
@@ -164,14 +168,14 @@ __device__ inline void leave(const args &a, const key_group<C> &x, backward_shar
         const int first = tile % C::DS, second = (tile + 1) % C::DS, box = (second - first) * (int)sizeof(s.dS[0]);
         wait(shared_address(&s.ds_free[first]), tile / C::DS & 1 ^ 1);
         wait(shared_address(&s.ds_free[second]), (tile + 1) / C::DS & 1 ^ 1);
-        store_keys<T, C>(x.dV, 1, a, w, s.dS[first], GROUP, box);
-        store_keys<T, C>(x.dK, 0, a, w, s.dS[first], GROUP, box);
-        named_sync(1 + GROUP, 128); /* before any of them hands over the next dS */
+        store_keys<T, C>(x.dV, 1, a, w, s.dS[first], x.group, box);
+        store_keys<T, C>(x.dK, 0, a, w, s.dS[first], x.group, box);
+        named_sync(1 + x.group, 128); /* before any of them hands over the next dS */
     } else {
         const int slot = x.slot % C::SLOTS;
-        named_sync(1 + GROUP, 128);
-        store_keys<T, C>(x.dV, 1, a, w, s.own[slot][1], GROUP);
-        store_keys<T, C>(x.dK, 0, a, w, s.own[slot][C::ADDS ? 1 : 0], GROUP); /* dQ may still need K */
+        named_sync(1 + x.group, 128);
+        store_keys<T, C>(x.dV, 1, a, w, s.own[slot][1], x.group);
+        store_keys<T, C>(x.dK, 0, a, w, s.own[slot][C::ADDS ? 1 : 0], x.group); /* dQ may still need K */
         fence_async();
         release(&s.own_free[slot]);
     }
@@ -179,24 +183,26 @@ __device__ inline void leave(const args &a, const key_group<C> &x, backward_shar
         release(&s.work_free[x.slot]);
 }
 
-template <class T, class C, bool CAPPED, int GROUP>
-__device__ inline void keys(const backward_job &p, backward_shared<C> &s)
+template <class T, class C, bool CAPPED>
+__device__ inline void keys(const backward_job &p, backward_shared<C> &s, int group)
 {
     const args &a = p.a;
-    for (int n = 0, tile = 0;; n++) {
+    int tile = 0;
+    if (group == C::CONSUMERS - 1)
+        end_exponentials<C>(group);
+    meet_pieces<C>(s, [&](const piece &, int n) {
         const int slot = n % C::SLOTS;
-        const piece &w = s.work[n % C::WORKS];
-        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
-        if (!uniform(w.exists))
-            break;
         key_group<C> x;
+        x.group = group;
         clear(x.dK), clear(x.dV);
-        x.K = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
-        x.V = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
+        x.K = tile_at(shared_address(s.own[slot][0]) + x.group * 8192);
+        x.V = tile_at(shared_address(s.own[slot][1]) + x.group * 8192);
         x.slot = n % C::WORKS;
-        tile = meet_all<T, C, CAPPED, GROUP>(p, x, s, tile);
-        leave<T, C, GROUP>(a, x, s, tile);
-    }
+        tile = meet_all<T, C, CAPPED>(p, x, s, tile);
+        leave<T, C>(a, x, s, tile);
+    });
+    if (group == 0)
+        begin_exponentials<C>(group);
 }
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
@@ -227,10 +233,8 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
             values_role<T, C, CAPPED>(p, s);
         else
             keys_role<T, C, CAPPED>(p, s);
-    } else if (group == 0)
-        keys<T, C, CAPPED, 0>(p, s);
-    else
-        keys<T, C, CAPPED, 1>(p, s);
+    } else
+        keys<T, C, CAPPED>(p, s, group);
 }
 
 template <class C> static heed_status run_keys(const backward_job &p, int blocks, const heed_exec *x)

@@ -5,27 +5,24 @@
 
 #include "backward_sm90.cuh"
 
-template <class T, class C, bool CAPPED, int GROUP>
-__device__ inline void queries(const backward_job &p, backward_shared<C> &s)
+template <class T, class C, bool CAPPED>
+__device__ inline void queries(const backward_job &p, backward_shared<C> &s, int group)
 {
     constexpr int D = C::D;
     const args &a = p.a;
-    const int lane = threadIdx.x % 32, row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int lane = threadIdx.x % 32, row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const score_rule &rule = p.rule;
-    for (int n = 0, tile = 0;; n++) {
+    int tile = 0;
+    meet_pieces<C>(s, [&](const piece &w, int n) {
         const int slot = n % C::SLOTS;
-        const piece &w = s.work[slot];
-        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
-        if (!uniform(w.exists))
-            return;
-        const uint64_t Q = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
-        const uint64_t dO = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
+        const uint64_t Q = tile_at(shared_address(s.own[slot][0]) + group * 8192);
+        const uint64_t dO = tile_at(shared_address(s.own[slot][1]) + group * 8192);
         const int64_t at = ((int64_t)w.batch * a.Hq + w.head) * p.pitch + w.memory_row;
         const int r0 = min(row, w.rows - 1), r1 = min(row + 8, w.rows - 1); /* rows that do not exist see no column */
         const float L[2] = { p.L[at + r0], p.L[at + r1] }, delta[2] = { p.delta[at + r0], p.delta[at + r1] };
         const bool large = __any_sync(~0u, is_large(L[0]) || is_large(L[1]));
-        const int inside = uniform(large ? INT32_MAX : w.inside[GROUP]), outside = uniform(w.outside[GROUP]);
-        const int begin = uniform(w.begin[GROUP]), end = uniform(w.end[GROUP]), tiles = uniform(w.tiles);
+        const int inside = uniform(large ? INT32_MAX : w.inside[group]), outside = uniform(w.outside[group]);
+        const int begin = uniform(w.begin[group]), end = uniform(w.end[group]), tiles = uniform(w.tiles);
         int column = w.start + begin * COLUMNS;
         float dQ[D / 2];
         uint32_t dS[COLUMNS / 16][4];
@@ -68,12 +65,12 @@ __device__ inline void queries(const backward_job &p, backward_shared<C> &s)
             release_first(s, tile - 1);
         }
         tile = skip(s, tile, tiles - end);
-        named_sync(1 + GROUP, 128); /* all four warps are done with Q, whose rows become the way out */
-        store_result<T, C>(dQ, a.scale, a.d_q, a.D, a.accumulate, s.own[slot][0] + GROUP * 8192, w.rows - GROUP * 64,
-                           row_at(a.d_q, w.batch, w.head, w.memory_row + GROUP * 64), a.d_q.stride[2]);
+        named_sync(1 + group, 128); /* all four warps are done with Q, whose rows become the way out */
+        store_result<T, C>(dQ, a.scale, a.d_q, a.D, a.accumulate, s.own[slot][0] + group * 8192, w.rows - group * 64,
+                           row_at(a.d_q, w.batch, w.head, w.memory_row + group * 64), a.d_q.stride[2]);
         fence_async();
         release(&s.own_free[slot]);
-    }
+    });
 }
 
 template <class T, class C, bool CAPPED>
@@ -92,12 +89,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) dq_sm90(const __grid_constant__
         return;
     }
     more_registers<C::MANY>();
-    if (group == 0)
-        queries<T, C, CAPPED, 0>(p, s);
-    else if (group == 1)
-        queries<T, C, CAPPED, 1>(p, s);
-    else if (C::CONSUMERS == 3)
-        queries<T, C, CAPPED, C::CONSUMERS - 1>(p, s);
+    queries<T, C, CAPPED>(p, s, group);
 }
 
 template <class C> static heed_status run_queries(const backward_job &p, int blocks, const heed_exec *x)

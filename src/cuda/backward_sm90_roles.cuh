@@ -58,12 +58,9 @@ template <class T, class C, bool CAPPED>
 __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
 {
     const args &a = p.a;
-    for (int n = 0, tile = 0;; n++) {
+    int tile = 0;
+    meet_pieces<C>(s, [&](const piece &w, int n) {
         const int slot = n % C::SLOTS;
-        const piece &w = s.work[slot];
-        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
-        if (!uniform(w.exists))
-            break;
         const int all = uniform(w.tiles) * a.G;
         float dV[C::D / 2];
         uint32_t P[COLUMNS / 16][4];
@@ -83,7 +80,7 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
         store_keys<T, C>(dV, 1, a, w, s.own[slot][0], 0);
         fence_async();
         release(&s.own_free[slot]);
-    }
+    });
 }
 
 /* The second role: dK of a tile goes before dP of the next, so that Q makes room early. */
@@ -121,12 +118,9 @@ __device__ inline void meet_keys(float (&dK)[C::D / 2], uint32_t (&dS)[COLUMNS /
 template <class T, class C, bool CAPPED> __device__ inline void keys_role(const backward_job &p, backward_shared<C> &s)
 {
     const args &a = p.a;
-    for (int n = 0, tile = 0;; n++) {
+    int tile = 0;
+    meet_pieces<C>(s, [&](const piece &w, int n) {
         const int slot = n % C::SLOTS;
-        const piece &w = s.work[slot];
-        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
-        if (!uniform(w.exists))
-            return;
         const int all = uniform(w.tiles) * a.G;
         float dK[C::D / 2];
         uint32_t dS[COLUMNS / 16][4];
@@ -145,7 +139,7 @@ template <class T, class C, bool CAPPED> __device__ inline void keys_role(const 
         store_keys<T, C>(dK, 0, a, w, s.own[slot][1], 0);
         fence_async();
         release(&s.own_free[slot]);
-    }
+    });
 }
 
 #endif

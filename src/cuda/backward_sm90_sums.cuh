@@ -74,19 +74,16 @@ template <class T, class C> __device__ inline void sum_queries(backward_shared<C
 /* The warpgroup that does nothing else. */
 template <class T, class C> __device__ inline void own_queries(const backward_job &p, backward_shared<C> &s)
 {
-    for (int n = 0, tile = 0;; n++) {
+    int tile = 0;
+    meet_pieces<C>(s, [&](const piece &w, int n) {
         const int slot = n % C::SLOTS;
-        const piece &w = s.work[n % C::WORKS];
-        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
-        if (!uniform(w.exists))
-            return;
         const int end = tile + uniform(w.tiles * p.a.G);
 #pragma unroll 1
         for (; tile < end; tile++)
             sum_queries<T, C>(s, slot, tile, false);
         release(&s.own_free[slot]);
         release(&s.work_free[n % C::WORKS]);
-    }
+    });
 }
 
 #endif
