@@ -202,8 +202,9 @@ def attention_backward(
     """The gradients of attention(..., return_lse=True), without autograd: (dq, dk, dv), then dbias where there is a bias
     and dsink where there is a sink.
 
-    do, o: like the result of the forward call; lse: what it returned; dlse: the gradient of lse, if any. Everything else as
-    in the forward call; with dropout, dropout_seed is needed. layout "thd" is that of attention_varlen().
+    do, o: [B, H, S, Dv], like the result of the forward call; lse: [B, H, S], what it returned; dlse: the gradient of lse, if
+    any. dq, dk, dv, dbias and dsink have the shapes of q, k, v, bias and sink. Everything else as in the forward call; with
+    dropout, dropout_seed is needed. layout "thd" is that of attention_varlen().
     """
     arguments = Arguments(
         q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink, dropout_p,

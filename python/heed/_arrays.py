@@ -38,14 +38,20 @@ def stream(like: Any) -> int:
     raise ValueError(f"q: is a {type_name(like)} on a GPU, whose stream heed does not know; expected CuPy or PyTorch")
 
 
+def check(name: str, value: Any, q: Any) -> None:
+    """An error unless value is an array of q's library."""
+    if not (hasattr(q, "__dlpack__") or hasattr(q, "__array_interface__")):
+        raise TypeError(f"q: is a {type_name(q)}, expected a PyTorch tensor or a NumPy array")
+    if _library(value) != _library(q):
+        raise TypeError(f"{name}: is a {type_name(value)}, expected what q is, a {type_name(q)}")
+
+
 def _prepare(a: Arguments) -> Arguments:
     """All arrays of one library; small integer and per-head arrays in the types that the kernels read."""
-    if not (hasattr(a.q, "__dlpack__") or hasattr(a.q, "__array_interface__")):
-        raise TypeError(f"q: is a {type_name(a.q)}, expected a PyTorch tensor or a NumPy array")
     for name in TENSORS:
         value = getattr(a, name)
-        if value is not None and not isinstance(value, int) and _library(value) != _library(a.q):
-            raise TypeError(f"{name}: is a {type_name(value)}, expected what q is, a {type_name(a.q)}")
+        if name == "q" or (value is not None and not isinstance(value, int)):
+            check(name, value, a.q)
     xp = _namespace(a.q)
     changes: dict[str, Any] = {}
     for name in (*INTEGERS, *PER_HEAD):

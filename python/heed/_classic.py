@@ -10,6 +10,10 @@ from heed._arguments import Arguments, type_name
 
 def _one_sequence(name: str, x: Any, d: int) -> Any:
     """[n, d] as [1, 1, n, d]."""
+    if _api._is_torch(x):
+        from heed import _torch
+
+        _torch.check(name, x)
     shape = getattr(x, "shape", None)
     if shape is None:
         raise TypeError(f"{name}: is a {type_name(x)}, expected a tensor or an array of shape [n, {d}]")
@@ -36,10 +40,6 @@ def self_attention(x: Any, output: Any, d: int = 64) -> None:
             raise ValueError(
                 f"{which}: requires a gradient, which writing into output would lose; use heed.attention, or torch.no_grad()"
             )
-        from heed import _torch
-
-        for name, tensor in (("x", q), ("output", o)):
-            _torch._check(name, tensor)
     _C.forward(o, False, *Arguments(q, q, q, scale=d**-0.5))
 
 
@@ -72,9 +72,17 @@ def fused_attention_with_mask(Q: Any, K: Any, V: Any, mask: Any = None) -> Any:
 
 
 def naive_strided_attention(q: Any, k: Any, v: Any, stride: int) -> Any:
-    """Strided attention by its definition, in plain PyTorch: full scores, keys off the stride masked out."""
+    """Strided attention by its definition, in plain PyTorch: full scores, keys off the stride masked out. q, k and v are
+    (batch, heads, seq, head_dim)."""
     import torch
 
+    from heed import _torch
+
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        _torch.check(name, t)
+    if len({(t.dtype, t.device, t.shape[:-2]) for t in (q, k, v)}) > 1 or q.shape[-1] != k.shape[-1]:
+        kinds = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in (q, k, v))
+        raise ValueError(f"q, k, v: are {kinds}; expected one dtype, one device and (batch, heads, seq, head_dim)")
     if stride < 1:
         raise ValueError(f"stride: is {stride}, expected 1 or more")
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5

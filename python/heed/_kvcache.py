@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from heed import _api, _arrays
-from heed._arguments import Arguments, type_name
+from heed._arguments import Arguments
+
+_WHOLE_NUMBERS = {"cache_seqlens": ("batch",), "block_table": ("batch", "pages")}
 
 
 def _capacity(cache: Any, block_table: Any) -> int:
@@ -13,14 +15,35 @@ def _capacity(cache: Any, block_table: Any) -> int:
     return cache.shape[1] if block_table is None else cache.shape[1] * block_table.shape[1]
 
 
-def _check(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, block_table: Any, cache_seqlens: Any) -> None:
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
-        if t is None:
-            continue
-        if not hasattr(t, "shape"):
-            raise TypeError(f"{name}: is a {type_name(t)}, expected a tensor or an array")
-        if len(t.shape) != 4:
-            raise ValueError(f"{name}: has {len(t.shape)} dimensions, expected 4: batch, sequence, heads, head_dim")
+def _check_tensor(name: str, t: Any, q: Any) -> None:
+    import torch
+
+    from heed import _torch
+
+    _torch.check(name, t)
+    if t.device != q.device:
+        raise ValueError(f"{name}: is on {t.device}, q is on {q.device}")
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: requires a gradient, which attention_with_kvcache has not; use torch.no_grad()")
+
+
+def _check(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: Any, block_table: Any) -> None:
+    optional = {"k": k, "v": v, "cache_seqlens": cache_seqlens, "block_table": block_table}
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | {n: t for n, t in optional.items() if t is not None}
+    for name, t in given.items():
+        if _api._is_torch(q):
+            _check_tensor(name, t, q)
+        else:
+            _arrays.check(name, t, q)
+        if name in _WHOLE_NUMBERS and not _is_integer(t):
+            raise TypeError(f"{name}: dtype is {t.dtype}, expected int32 or int64")
+        dimensions = _WHOLE_NUMBERS.get(name, ("batch", "sequence", "heads", "head_dim"))
+        if len(t.shape) != len(dimensions):
+            raise ValueError(
+                f"{name}: has {len(t.shape)} dimensions, expected {len(dimensions)}: {', '.join(dimensions)}"
+            )
+        if name in _WHOLE_NUMBERS and t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: has {t.shape[0]} rows, q has {q.shape[0]} sequences")
     if (k is None) != (v is None):
         raise ValueError("k, v: one is None; expected both or neither")
     if block_table is not None and cache_seqlens is None:
@@ -52,6 +75,10 @@ def _places(xp: Any, lengths: Any, count: int, cache: Any, block_table: Any) -> 
     pages = block_table[sequence, xp.where(inside, rows, 0) // size]
     inside = inside & (pages >= 0) & (pages < cache.shape[0])
     return pages.reshape(-1), (rows % size).reshape(-1), inside.reshape(-1)
+
+
+def _is_integer(t: Any) -> bool:
+    return str(t.dtype) in ("torch.int32", "torch.int64") if _api._is_torch(t) else t.dtype.kind in "iu"
 
 
 def _on(cache: Any) -> dict[str, Any]:
@@ -130,21 +157,7 @@ def attention_with_kvcache(
     The other arguments are those of attention(); causal aligns the last query with the last key. Lengths and pages beyond the
     cache are an error on the CPU; on a GPU nothing outside of it is read or written, and nothing waits.
     """
-    _check(q, k_cache, v_cache, k, v, block_table, cache_seqlens)
-    if _api._is_torch(q):
-        import torch
-
-        from heed import _torch
-
-        for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
-            if t is not None:
-                _torch._check(name, t)
-                if torch.is_grad_enabled() and t.requires_grad:
-                    raise ValueError(
-                        f"{name}: requires a gradient, which attention_with_kvcache has not; use torch.no_grad()"
-                    )
-                if t.device != q.device:
-                    raise ValueError(f"{name}: is on {t.device}, q is on {q.device}")
+    _check(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
     lengths = cache_seqlens
     if k is not None:
         _append(k_cache, v_cache, k, v, cache_seqlens, block_table)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from heed import _api
+from heed import _api, _torch
 
 
-def _with_batch(name: str, t: torch.Tensor, batch: torch.Size) -> torch.Tensor:
+def _with_batch(t: torch.Tensor, batch: torch.Size) -> torch.Tensor:
     """[..., H, S, D] with its leading dimensions broadcast to `batch`, as one dimension."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: is a {type(t).__name__}, expected a torch.Tensor")
     t = t if t.dim() > 2 else t[None]
     t = t.expand(*batch, *t.shape[-3:])
     return t.reshape(-1, *t.shape[-3:]) if len(batch) != 1 else t
@@ -34,8 +32,10 @@ def scaled_dot_product_attention(
     """
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: expected None where is_causal is set")
-    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
-        raise TypeError(f"attn_mask: is a {type(attn_mask).__name__}, expected a torch.Tensor")
+    given = (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask))
+    for name, t in given if attn_mask is not None else given[:3]:
+        if not isinstance(t, torch.Tensor) or t.is_nested:  # has no shape; the rest is asked where it matters
+            _torch.check(name, t)
     mask = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
     bias = attn_mask if mask is None else None
     causal = "top_left" if is_causal else False
@@ -43,14 +43,15 @@ def scaled_dot_product_attention(
     if same and (attn_mask is None or attn_mask.dim() <= 4) and (enable_gqa or query.shape[1] == key.shape[1]):
         return _api.attention(query, key, value, causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
 
-    for name, t in (("query", query), ("key", key), ("value", value)):
+    for name, t in given[:3]:
+        _torch.check(name, t)
         if t.dim() < 2:
             raise ValueError(f"{name}: has {t.dim()} dimensions, expected at least 2: [..., sequence, head_dim]")
     shapes = [t.shape[:-3] for t in (query, key, value)]
     if attn_mask is not None:
         shapes.append(attn_mask.shape[:-3])
     batch = torch.broadcast_shapes(*shapes)
-    q, k, v = (_with_batch(n, t, batch) for n, t in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (_with_batch(t, batch) for t in (query, key, value))
     heads = q.shape[1]
     if not enable_gqa and (k.shape[1] != heads or v.shape[1] != heads):
         if any(n not in (1, heads) for n in (k.shape[1], v.shape[1])):

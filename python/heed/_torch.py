@@ -22,14 +22,15 @@ def empty(like: torch.Tensor, shape: Any, strides: Any, dtype: str) -> torch.Ten
 # ---- Putting a call in order -------------------------------------------------------------------------------------------
 
 
-def _check(name: str, t: Any) -> None:
+def check(name: str, t: Any) -> None:
+    """An error unless t is a tensor that has its numbers in memory, in a dtype that is a number's."""
     if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: is a {type_name(t)}, expected a torch.Tensor, as q is")
+        raise TypeError(f"{name}: is a {type_name(t)}, expected a torch.Tensor")
     if t.is_nested:
         raise TypeError(f"{name}: is a nested tensor; expected a dense one (see attention_varlen for sequences)")
     if t.layout != torch.strided:
         raise TypeError(f"{name}: has layout {t.layout}, expected a dense tensor")
-    if t.is_complex():
+    if t.is_complex() or t.is_quantized:
         raise TypeError(f"{name}: dtype is {t.dtype}, expected a real one")
     if t.is_meta and type(t) in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(f"{name}: is a meta tensor, which has no data; expected one on the CPU or a CUDA device")
@@ -42,7 +43,7 @@ def _prepare(a: Arguments) -> Arguments:
         t = getattr(a, name)
         if t is None or (name == "dropout_seed" and isinstance(t, int)):
             continue
-        _check(name, t)
+        check(name, t)
         if t.device != a.q.device:
             raise ValueError(f"{name}: is on {t.device}, q is on {a.q.device}")
         if name in INTEGERS:
@@ -107,8 +108,8 @@ def attention(return_lse: bool, a: Arguments) -> Any:
 def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tuple[Any, ...]:
     if a.dropout_p and a.dropout_seed is None:
         raise ValueError("dropout_seed: is None, expected the seed of the forward call")
-    for name, t in (("do", do), ("o", o), ("lse", lse)):
-        _check(name, t)
+    for name, t in (("do", do), ("o", o), ("lse", lse), *([] if dlse is None else [("dlse", dlse)])):
+        check(name, t)
     wants = (True, True, True, a.bias is not None, a.sink is not None)
     with torch.no_grad():
         a = _prepare(a)

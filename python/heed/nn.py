@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heed import _api
+from heed import _api, _torch
 
 
 def _whole(name: str, value: Any) -> int:
@@ -46,6 +46,17 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0) -> t
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     left, right = x[..., :half], x[..., half:]
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def _check(name: str, x: Any, layer: nn.Linear) -> None:
+    """That x can go through the layer."""
+    _torch.check(name, x)
+    if x.dim() != 3 or x.shape[-1] != layer.in_features:
+        raise ValueError(f"{name}: has shape {list(x.shape)}, expected [batch, sequence, {layer.in_features}]")
+    if x.device != layer.weight.device:
+        raise ValueError(f"{name}: is on {x.device}, the module is on {layer.weight.device}")
+    if x.dtype != layer.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{name}: dtype is {x.dtype}, the module has {layer.weight.dtype}")
 
 
 class Attention(nn.Module):
@@ -118,6 +129,8 @@ class Attention(nn.Module):
         count. positions: [S] or [B, S], for rotary without a context; 0, 1, 2, ... where None.
         """
         source = x if context is None else context
+        _check("x", x, self.q)
+        _check("x" if context is None else "context", source, self.kv)
         q = self.q(x).unflatten(-1, (self.num_heads, self.head_dim))
         k, v = self.kv(source).unflatten(-1, (2, self.num_kv_heads, self.head_dim)).unbind(-3)
         if self.rotary:

@@ -1,4 +1,5 @@
 """python -m heed.bench: the table, the CSV, the plot, and what is measured."""
+import io
 import re
 import subprocess
 import sys
@@ -24,6 +25,8 @@ def test_one_line_for_each_problem_and_pass(capsys, tmp_path):
     assert len(results) == 24 and {r.implementation for r in results} == {"heed", "math", "flash"}
     assert {r.direction for r in results} == {"forward", "backward"} and {r.causal for r in results} == {False, True}
     assert all(r.ms > 0 and r.call_us > 0 and r.rows in (32, 64) and r.head_dim == 16 for r in results)
+    assert all(r.peak_mib is None or 0 <= r.peak_mib < 64 for r in results)
+    assert {"ratio", "MiB", "call"} <= set(lines[1].split())
 
 
 def test_the_rate_follows_from_time_and_shape():
@@ -77,6 +80,16 @@ def test_plot(name, magic, tmp_path, capsys):
     assert (tmp_path / name).read_bytes().startswith(magic)
     bench.main(["--from-csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / ("again" + name)), "--title", "T"])
     assert (tmp_path / ("again" + name)).exists()
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
+    for terminal in (True, False):
+        shown = io.StringIO()
+        shown.isatty = lambda: terminal
+        monkeypatch.setattr(sys, "stderr", shown)
+        progress = bench.Progress(4)
+        progress.step("first"), progress.step("second"), progress.clear()
+        assert ("[######............" in shown.getvalue() and "1/4" in shown.getvalue() and "second" in shown.getvalue()) == terminal
 
 
 def test_it_is_a_program():

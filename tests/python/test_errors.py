@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -138,6 +141,74 @@ def test_self_attention_says_what_is_wrong():
     with torch.no_grad():
         heed.self_attention(x.clone().requires_grad_(), out)
     message(ValueError, "grad_output: has shape", x[:, :3], x, function=heed.self_attention_backward)
+
+
+def _not_dense_tensors():
+    return {
+        "list": [1.0],
+        "str": "x",
+        "int": 3,
+        "array": Q.numpy(),
+        "sparse": Q.to_sparse(),
+        "csr": Q[0, 0].to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([Q[0], Q[1]]),
+        "jagged": torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged),
+        "meta": Q.to("meta"),
+        "complex": Q.to(torch.complex64),
+        "conjugate": Q.to(torch.complex64).conj(),
+        "fp8": Q.to(torch.float8_e4m3fn),
+        "quantized": torch.quantize_per_tensor(Q, 0.1, 0, torch.qint8),
+    }
+
+
+def _calls(device):
+    """A call that works for each function, by its tensors."""
+    q = Q.to(device)
+    rows, x, packed = q.transpose(1, 2), torch.randn(5, 64, device=device), torch.randn(6, 2, 8, device=device)
+    o, lse = heed.attention(q, q, q, return_lse=True)
+    two, cu = torch.tensor([1, 2], device=device), torch.tensor([0, 2, 6], device=device)
+    cache, pages = (torch.zeros(n, 16, 4, 8, device=device) for n in (2, 8))
+    seen, table = torch.ones(5, 5, dtype=torch.bool, device=device), torch.tensor([[0, 1], [2, 3]], device=device)
+    extras = {"mask": seen, "bias": x[:, :5], "alibi_slopes": x[0, :4], "sink": x[0, :4]}
+    new = {"k": rows, "v": rows, "cache_seqlens": two}
+    return {
+        heed.attention: {"q": q, "k": q, "v": q, "lengths_q": two, "lengths_k": two, **extras},
+        functools.partial(heed.attention_varlen, max_seqlen_q=4, max_seqlen_k=4): {
+            "q": packed, "k": packed, "v": packed, "cu_seqlens_q": cu, "cu_seqlens_k": cu,
+        },
+        heed.attention_with_kvcache: {"q": rows, "k_cache": cache, "v_cache": cache.clone(), **new},
+        functools.partial(heed.attention_with_kvcache, causal=True): {
+            "q": rows, "k_cache": pages, "v_cache": pages.clone(), "block_table": table, **new,
+        },
+        heed.attention_backward: {"do": q, "q": q, "k": q, "v": q, "o": o, "lse": lse, "dlse": lse},
+        heed.scaled_dot_product_attention: {"query": q, "key": q, "value": q, "attn_mask": seen},
+        heed.fused_attention_with_mask: {"Q": q, "K": q, "V": q, "mask": seen},
+        heed.self_attention: {"x": x, "output": x.clone()},
+        heed.self_attention_backward: {"grad_output": x, "x": x},
+        functools.partial(heed.naive_strided_attention, stride=2): {"q": q, "k": q, "v": q},
+        heed.CustomStridedAttention(2): {"q": q, "k": q, "v": q},
+        heed.nn.Attention(8, 2, device=device): {"x": q[:, 0], "context": q[:, 1]},
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:.*prototype stage")
+def test_no_function_takes_anything_but_dense_tensors(device):
+    bad = _not_dense_tensors()
+    if device == "cuda":
+        bad |= {kind: t.to(device) for kind, t in bad.items() if isinstance(t, torch.Tensor) and kind != "meta"}
+    for function, tensors in _calls(device).items():
+        function(**tensors)
+        for name in tensors:
+            for kind, value in bad.items():
+                try:
+                    function(**tensors | {name: value})
+                except (TypeError, ValueError) as error:
+                    assert re.search(r"expected|: (is|has) |: dtype is|: batch is", str(error)), (name, kind, error)
+                else:
+                    pytest.fail(f"{function}: {name} may be {kind}")
+            if device == "cuda":
+                elsewhere = {name: tensors[name].cpu()}
+                message(ValueError, "is on|are", function=function, **tensors | elsewhere)
 
 
 def test_masks_of_a_wrong_type():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import re
 
 import pytest
 import reference
@@ -184,6 +186,14 @@ def test_fused_attention_with_and_without_mask(data, device):
     for mask in (numbers > -0.3, numbers):
         want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(B, H, S, T))
         assert torch.allclose(heed.fused_attention_with_mask(q, k, v, mask), want, atol=1e-5)
+
+
+def test_every_public_name_says_what_it_is_and_in_which_shapes():
+    for name in heed.__all__:
+        doc = inspect.getdoc(getattr(heed, name)) or ""
+        assert len(doc) > 40, name
+        if name not in ("explain", "kernels", "nn", "set_threads"):
+            assert re.search(r"\[.*\w.*\]|\(batch, ", doc), f"{name} shows no shape"
 
 
 def test_names_that_need_torch_are_found():

@@ -189,7 +189,8 @@ def test_what_the_library_says_of_itself():
     heed.set_threads(0)
 
 
-def test_jax_arrays():
+def test_jax_arrays(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     jnp = pytest.importorskip("jax.numpy")
     q, k, v = arrays(1, 2, 5, 8)
     o, lse = heed.attention(*map(jnp.asarray, (q, k, v)), causal=True, return_lse=True)

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import reference
@@ -462,6 +463,28 @@ def test_results_of_one_allocation_do_not_meet(device, dtype):
     assert torch.equal(o, kept) and all(map(torch.equal, again, copies))
     del o
     assert all(map(torch.equal, again, copies))
+
+
+def test_other_threads_run_while_the_cpu_works():
+    """The GIL is not held: what this thread does in the meantime has no pause as long as the call."""
+    q = torch.randn(1, 8, 1024, 64)
+    ends = []
+
+    def work():
+        start = time.perf_counter()
+        while time.perf_counter() < start + 0.2:
+            begin = time.perf_counter()
+            heed.attention(q, q, q)
+            ends.append((begin, time.perf_counter()))
+
+    ticks = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        ticks.append(time.perf_counter())
+        time.sleep(1e-4)
+    inside = [sum(begin < tick < end for tick in ticks) for begin, end in ends]
+    assert sum(n > 0 for n in inside) > len(inside) / 2, inside
 
 
 def test_many_threads_at_once(device):
