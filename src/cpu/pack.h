@@ -147,13 +147,14 @@ static left left_rows(const source *x, int64_t first, int64_t last, float *room,
 }
 
 /* Keys [first, last), times a power of two, as panels; `to` is the panel of key 0 and first a multiple of PANEL. W rows at
- * a time are transposed in registers, straight from memory where they are whole vectors. */
+ * a time are transposed in registers, straight from memory where they are whole vectors; the last W have zeros behind them,
+ * and what is beyond in its panel is read by nobody. */
 static void pack_panels(float *to, const source *x, int64_t first, int64_t last, float scale)
 {
     int64_t units = units_of(x->dim);
     int direct = x->t->stride[3] == 1 && x->dim == units * PER_UNIT && (PER_UNIT == 1 || x->t->dtype == HEED_BF16);
     float rows[W][HEED_MAX_HEAD_DIM + W];
-    for (int64_t n = first; n < round_up(last, PANEL); n += W) {
+    for (int64_t n = first; n < last; n += W) {
         float *panel = to + n / PANEL * PANEL * units + n % PANEL;
         const char *from[W];
         heed_dtype type = PER_UNIT == 1 ? x->t->dtype : HEED_F32; /* a pair of bf16 travels as a float */
