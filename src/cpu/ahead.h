@@ -2,7 +2,8 @@
  * and what the processor prefetches by itself comes too late: a tile of Q that is not there yet takes 12% longer. Requests
  * are spread over the steps between two products, as more than a few at a time would make the processor wait. */
 
-#define AHEAD_BYTES (1 << 21) /* tensors that are smaller together stay in the caches from call to call */
+#define AHEAD_BYTES (1 << 21)   /* tensors that are smaller together stay in the caches from call to call */
+#define CACHED_FLOATS (1 << 18) /* keys and values of a head that take no more stay in the second cache */
 #define LINE 64
 
 typedef struct ahead {
@@ -34,6 +35,13 @@ static void ask_for(ahead *a, source x, int64_t first, int64_t last)
     int i = a->count++;
     a->list[i].at = x.base + first * x.step, a->list[i].end = x.base + last * x.step;
     a->list[i].step = x.step == bytes ? LINE : x.step, a->list[i].bytes = x.step == bytes ? LINE : bytes;
+}
+
+static void ask_for_floats(ahead *a, const float *from, int64_t count)
+{
+    int i = a->count++;
+    a->list[i].at = (const char *)from, a->list[i].end = (const char *)(from + count);
+    a->list[i].step = a->list[i].bytes = LINE;
 }
 
 /* In so many steps. */

@@ -119,6 +119,8 @@ static void look_ahead(forward_block *b, const forward_run *x, int64_t index, in
     heed_span_of(p, index / p->Hk, &s);
     if (unit == 0)
         ask_for_keys(&b->after, &x->j, &s, index % p->Hk, 0);
+    else
+        ask_for_packed(&b->after, b, 0);
     int64_t r = (x->f.row_blocks - 1 - unit) * x->f.block;
     if (r < s.rows * p->G) { /* those of the first query head in it */
         int64_t h = index % p->Hk * p->G + r / s.rows, i = r % s.rows, end = HEED_MIN(i + x->f.block, s.rows);

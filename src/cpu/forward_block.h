@@ -14,7 +14,7 @@
  * order; and with at most DIRECT_OF_HEAD rows K is not packed: each key is read once, where it lies, for all heads. Each
  * sequence is judged by itself, and not by its heads, so that the bits of one do not depend on the others. */
 
-#define BR (140 / MR * MR)
+#define BR (280 / MR * MR)
 #define SPLIT_ROWS 64
 #define CHUNK 1024
 
@@ -24,7 +24,8 @@ typedef struct forward_layout {
     int64_t row_blocks, block; /* block: rows in a block, BR at most */
     int64_t splits, slots;     /* chunks of the keys, at most; results of chunks for each key head, in all */
     int64_t ldq, ldo;          /* floats from row to row of Q and O */
-    int all_direct, v_in_place, by_head, asks;
+    int all_direct, v_in_place, by_head;
+    int asks, asks_again; /* ahead.h: for what is read first; for packed keys, which do not stay in the second cache */
     size_t panels, panels_stride;   /* K of one head; [threads] when by_head, else [B * Hk] */
     size_t values, values_stride;   /* V of one head, likewise, unless it is used in place */
     size_t scratch, scratch_stride; /* of one thread */
@@ -42,13 +43,18 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     if (p->Sq <= SPLIT_ROWS || p->a.lengths_q || p->a.offsets_q)
         f.splits = HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK);
     f.slots = p->a.offsets_k ? 2 * p->a.k.shape[2] / CHUNK + 1 : p->B * f.splits;
-    f.row_blocks = HEED_MAX(1, (f.rows + BR - 1) / BR);
+    f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
+    f.asks_again = panels_size(f.keys, p->D) + panels_size(f.keys, p->Dv) > CACHED_FLOATS;
+    /* The higher a block, the fewer times all keys are read; but threads want eight blocks each, or four of four tiles. */
+    int64_t most = f.keys > 4 * BC && (f.by_head || heads * f.rows >= 8 * BR * plan->threads) ? BR : BR / 2 / MR * MR;
+    f.row_blocks = HEED_MAX(1, (f.rows + most - 1) / most);
+    if (!f.by_head && heads)
+        f.row_blocks = HEED_MAX(f.row_blocks, HEED_MIN((4 * plan->threads + heads - 1) / heads, f.rows / (4 * MR)));
     f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
     if (f.row_blocks > 1)
         f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
     f.all_direct = p->Sq <= DIRECT_OF_HEAD;
     f.v_in_place = usable_in_place(p, &p->a.v, p->Dv);
-    f.by_head = plan->threads == 1 || heads >= 4 * plan->threads;
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o };
     f.asks = f.by_head && worth_asking(tensors, 4);
     f.ldq = HEED_MAX(units_of(p->D), round_up(p->D, W)) + W;
@@ -276,6 +282,20 @@ static void query_rows(forward_block *b)
                                b->room, b->f->ldq, b->rows };
 }
 
+/* Keys [first, first + BC) of the block's head, which are packed. */
+static void ask_for_packed(ahead *a, const forward_block *b, int64_t first)
+{
+    const heed_problem *p = b->j->p;
+    int64_t last = HEED_MIN(first + BC, b->span->keys), width = round_up(p->Dv, W);
+    if (!b->f->asks_again)
+        return;
+    ask_for_floats(a, b->panels + first * units_of(p->D), panels_size(last - first, p->D));
+    if (b->f->v_in_place)
+        ask_for(a, keys_of(p, b->span, &p->a.v, b->hk, p->Dv), first, last);
+    else
+        ask_for_floats(a, b->values + first / PER_UNIT * width, (last - first) / PER_UNIT * width);
+}
+
 static void ask_for_keys(ahead *a, const job *j, const heed_span *s, int64_t hk, int64_t first)
 {
     const heed_problem *p = j->p;
@@ -310,7 +330,9 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
         b->next.count = 0;
         if (n + BC >= end && !b->is_direct)
             b->next = b->after;
-        else if (b->f->asks && !b->is_direct && n + BC >= b->packed_last)
+        else if (!b->is_direct && n + BC < b->packed_last)
+            ask_for_packed(&b->next, b, n + BC);
+        else if (!b->is_direct && b->f->asks)
             ask_for_keys(&b->next, b->j, b->span, b->hk, n + BC);
         ask_in(&b->next, b->rows);
         for (int64_t t = 0; t < b->tiles; t++)
