@@ -1,6 +1,7 @@
 /* What a thread needs next is asked for while it computes. The rows of the next block lie in the third cache or in memory,
  * and what the processor prefetches by itself comes too late: a tile of Q that is not there yet takes 12% longer. Requests
- * are spread over the steps between two products, as more than a few at a time would make the processor wait. */
+ * are spread over many steps, the rows between two products and the register tiles of some, as more than a few at a time
+ * would make the processor wait. */
 
 #define AHEAD_BYTES (1 << 21)   /* tensors that are smaller together stay in the caches from call to call */
 #define CACHED_FLOATS (1 << 18) /* keys and values of a head that take no more stay in the second cache */
@@ -26,22 +27,12 @@ static int worth_asking(const heed_tensor *const tensors[], int count)
     return bytes > AHEAD_BYTES;
 }
 
-/* Rows [first, last) are to be asked for. */
-static void ask_for(ahead *a, source x, int64_t first, int64_t last)
-{
-    int64_t bytes = x.dim * (x.t->dtype == HEED_F32 ? 4 : 2);
-    if (!x.t->data || x.paged || x.step < bytes || first >= last)
-        return;
-    int i = a->count++;
-    a->list[i].at = x.base + first * x.step, a->list[i].end = x.base + last * x.step;
-    a->list[i].step = x.step == bytes ? LINE : x.step, a->list[i].bytes = x.step == bytes ? LINE : bytes;
-}
-
-static void ask_for_floats(ahead *a, const float *from, int64_t count)
+/* Rows of so many bytes each are to be asked for. */
+static void ask_for_rows(ahead *a, const void *first, int64_t rows, int64_t step, int64_t bytes)
 {
     int i = a->count++;
-    a->list[i].at = (const char *)from, a->list[i].end = (const char *)(from + count);
-    a->list[i].step = a->list[i].bytes = LINE;
+    a->list[i].at = first, a->list[i].end = (const char *)first + rows * step;
+    a->list[i].step = step == bytes ? LINE : step, a->list[i].bytes = step == bytes ? LINE : bytes;
 }
 
 /* In so many steps. */

@@ -182,7 +182,9 @@ static void look_further(backward_block *b, int more, int64_t h, int64_t block, 
     ask_for(&b->next, rows_of(p, &s, &g->d_o, h, p->Dv), i0, i1);
     ask_for(&b->next, rows_of(p, &s, &g->d_q, h, p->D), i0, i1);
     ask_for(&b->next, rows_of(p, &s, &p->a.o, h, p->Dv), i0, x->f.delta_late ? i1 : i0);
-    ask_in(&b->next, (b->rows + PER_UNIT - 1) / PER_UNIT);
+    int64_t tiles = b->tiles * panel_count(x->f.wide) +
+                    tile_count(b->n1 - b->n0, MR) * (panel_count(x->f.wide) + panel_count(x->f.wide_v));
+    ask_in(&b->next, (b->rows + PER_UNIT - 1) / PER_UNIT + ASKING_TILES * tiles);
 }
 
 static void backward_keys(void *context, int64_t index, int thread)

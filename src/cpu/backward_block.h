@@ -113,7 +113,7 @@ typedef struct backward_block {
     int all_seen;               /* every row sees every key */
     int careful;                /* something is not finite and not every row sees every key: pair by pair */
     int met;                    /* dK and dV hold sums already */
-    ahead next;                 /* a step for each row, or pair of rows */
+    ahead next;                 /* a step for each row, or pair of rows, and each tile of dV, dK and dQ */
     query row[BQ];
     float lse[BQ], delta[BQ];
     left Q, dO;
@@ -308,9 +308,10 @@ static void add_to_keys(backward_block *b)
             continue;
         }
         multiply(b->dV + c * b->ld_dv, b->ld_dv, (left){ P + k * LDS + c, LDS, 1 },
-                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, b->met ? keep_all : NULL);
+                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, b->met ? keep_all : NULL,
+                 &b->next);
         multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDS + c, LDS, 1 },
-                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, b->met ? keep_all : NULL);
+                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, b->met ? keep_all : NULL, &b->next);
     }
 }
 
@@ -325,7 +326,7 @@ static void add_to_rows(backward_block *b, int add)
             int64_t k = first / (PER_UNIT * STEP) * STEP;
             multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ (HEED_DOT ? b->dSu : b->dS) + r0 * LDU + k, LDU, 0 },
                      (right){ b->K_rows.data + k * b->K_rows.ld, b->K_rows.ld, PANEL }, rows, f->wide / W,
-                     (last + PER_UNIT - 1) / PER_UNIT - k, add ? keep_all : NULL);
+                     (last + PER_UNIT - 1) / PER_UNIT - k, add ? keep_all : NULL, &b->next);
         } else if (!add)
             for (int64_t r = r0; r < r0 + rows; r++)
                 memset(b->dQ + r * b->ld_dq, 0, (size_t)f->wide * sizeof(float));

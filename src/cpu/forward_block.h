@@ -217,7 +217,7 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
         add_seen_values(O, b->f->ldo, S, V, rows, first - n0, last - n0, width, b->started[t] ? keep : NULL);
     else
         multiply(O, b->f->ldo, (left){ S + skip, LDS, 0 }, (right){ V.data + skip * V.ld, V.ld, V.next }, rows,
-                 width / W, (last - n0 + PER_UNIT - 1) / PER_UNIT - skip, b->started[t] ? keep : NULL);
+                 width / W, (last - n0 + PER_UNIT - 1) / PER_UNIT - skip, b->started[t] ? keep : NULL, &b->next);
     b->started[t] = 1;
 }
 
@@ -287,13 +287,14 @@ static void ask_for_packed(ahead *a, const forward_block *b, int64_t first)
 {
     const heed_problem *p = b->j->p;
     int64_t last = HEED_MIN(first + BC, b->span->keys), width = round_up(p->Dv, W);
+    int64_t key_bytes = units_of(p->D) * (int64_t)sizeof(float), value_bytes = width * (int64_t)sizeof(float);
     if (!b->f->asks_again)
         return;
-    ask_for_floats(a, b->panels + first * units_of(p->D), panels_size(last - first, p->D));
+    ask_for_rows(a, b->panels + first * units_of(p->D), last - first, key_bytes, key_bytes);
     if (b->f->v_in_place)
         ask_for(a, keys_of(p, b->span, &p->a.v, b->hk, p->Dv), first, last);
     else
-        ask_for_floats(a, b->values + first / PER_UNIT * width, (last - first) / PER_UNIT * width);
+        ask_for_rows(a, b->values + first / PER_UNIT * width, (last - first) / PER_UNIT, value_bytes, value_bytes);
 }
 
 static void ask_for_keys(ahead *a, const job *j, const heed_span *s, int64_t hk, int64_t first)
@@ -334,7 +335,7 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
             ask_for_packed(&b->next, b, n + BC);
         else if (!b->is_direct && b->f->asks)
             ask_for_keys(&b->next, b->j, b->span, b->hk, n + BC);
-        ask_in(&b->next, b->rows);
+        ask_in(&b->next, b->rows + ASKING_TILES * b->tiles * panel_count(p->Dv));
         for (int64_t t = 0; t < b->tiles; t++)
             forward_tile(b, t, HEED_MAX(n, n0), HEED_MIN(n + BC, n1), &finite);
     }

@@ -29,10 +29,10 @@
 #include "vec_plain.h"
 #endif
 
+#include "ahead.h"
 #include "tile.h"
 #include "vecmath.h"
 #include "pack.h"
-#include "ahead.h"
 #include "parallel.h"
 #include "scores.h"
 #include "softmax.h"

@@ -55,6 +55,14 @@ static inline const char *source_row(const source *x, int64_t n)
     return x->base + n * x->step;
 }
 
+/* Rows [first, last) are to be asked for (ahead.h). */
+static void ask_for(ahead *a, source x, int64_t first, int64_t last)
+{
+    int64_t bytes = x.dim * (x.t->dtype == HEED_F32 ? 4 : 2);
+    if (x.t->data && !x.paged && x.step >= bytes && first < last)
+        ask_for_rows(a, x.base + first * x.step, last - first, x.step, bytes);
+}
+
 /* x * 0 is 0 or NaN: their sum over rows [first, last) of whole vectors. */
 INLINE vec zeros_of_rows(heed_dtype type, const source *x, int64_t first, int64_t last)
 {

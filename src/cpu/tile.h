@@ -56,6 +56,8 @@ typedef struct right {
 #define BC 256        /* keys in a block */
 #define LDS (BC + 16) /* floats from row to row of S: not a power of two, which would crowd the cache's sets */
 
+static inline int64_t panel_count(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
+
 static const float keep_all[16] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
 
 /* Rows are dealt to tiles evenly, in whole units: 64 rows are 13+13+13+13+12 and not 14+14+14+14+8. A flat tile of half
@@ -70,7 +72,8 @@ static inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index)
 #if HEED_AMX
 #include "tile_amx.h"
 #else
-#define STEP 1 /* units that are summed before they meet C: sums begin at multiples of it */
+#define STEP 1         /* units that are summed before they meet C: sums begin at multiples of it */
+#define ASKING_TILES 1 /* whether a tile of multiply() is a step of what is asked for ahead */
 static inline void leave_tiles(void) {}
 
 /* A pointer serves three rows, so that all addresses stay in registers. */
@@ -160,8 +163,10 @@ INLINE void tile(const int R, const int N, const int transposed, float *C, int64
 EACH_R(TILES)
 static tile_fn *const tiles[MR][NR][2] = { EACH_R(TILE_NAMES) }; /* [rows - 1][vectors - 1][transposed] */
 
-/* C [rows x vecs W] = A B, or keep C + A B as in tile(); K in units. */
-static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep)
+/* C [rows x vecs W] = A B, or keep C + A B as in tile(); K in units. A step of `next`, where given, before
+ * each tile, if ASKING_TILES. */
+static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
+                     ahead *next)
 {
     int64_t count = tile_count(rows, MR);
     for (int64_t t = 0; t < count; t++) {
@@ -169,6 +174,8 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
         const float *a = A.data + (A.transposed ? r : r * A.ld), *kept = keep && keep != keep_all ? keep + r : keep;
         for (int64_t n = 0; n < vecs; n += NR) {
             int64_t N = HEED_MIN(NR, vecs - n);
+            if (next)
+                ask(next);
             tiles[R - 1][N - 1][A.transposed](C + r * ldc + n * W, ldc, a, A.ld, B.data + n / NR * B.next, B.ld, K,
                                               kept);
         }
@@ -247,7 +254,7 @@ static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vec
 {
     int64_t panels = vecs / NR;
     if (K == 1) {
-        multiply(C, LDS, A, B, rows, vecs, K, NULL);
+        multiply(C, LDS, A, B, rows, vecs, K, NULL, NULL);
         return;
     }
     if (panels)

@@ -8,7 +8,8 @@
  * STEP units, wherever the first unit that counts may be: zeros before it change nothing, other groups would. */
 
 #define STEP 16
-#define C00 0 /* the compiler's macros want digits */
+#define ASKING_TILES 0 /* they are too short for it */
+#define C00 0          /* the compiler's macros want digits */
 #define C01 1
 #define C10 2
 #define C11 3
@@ -138,8 +139,10 @@ static amx_left left_of(float *room, const float *A, int64_t lda, int transposed
 }
 
 /* As tile.h says: C [rows x vecs W] = A B, or keep C + A B; K in units, of which a transposed A has at most BQ / 2. */
-static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep)
+static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
+                     ahead *next)
 {
+    (void)next;
     _Alignas(64) float room[MOST_STEPS * 2 * HALF], sums[32 * PANEL];
     int64_t count = tile_count(rows, MR);
     for (int64_t t = 0; t < count; t++) {
@@ -166,7 +169,7 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
 /* For up to MR rows that are LDS apart. */
 static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K)
 {
-    multiply(C, LDS, A, B, rows, vecs, K, NULL);
+    multiply(C, LDS, A, B, rows, vecs, K, NULL, NULL);
 }
 
 #undef C00
