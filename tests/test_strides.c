@@ -26,6 +26,17 @@ TEST(the_batch_may_be_innermost) { check_layout((test_layout){ .order = { 3, 2, 
 
 TEST(rows_may_be_padded) { check_layout((test_layout){ .gap = { 0, 0, 8, 0 } }); }
 
+/* Such rows crowd into a few sets of a cache: the CPU kernels copy what they would use in place otherwise. */
+TEST(rows_may_lie_a_power_of_two_apart)
+{
+    for_each_kernel(EITHER_PASS, kernel) {
+        case_shape far = { .B = 1, .Hq = 2, .Hk = 1, .Sq = 260, .D = 32, .layout = { .gap = { 0, 0, 992, 0 } } };
+        test_case c = case_new(&kernel, far);
+        case_check(&c);
+        case_free(&c);
+    }
+}
+
 TEST(every_dimension_may_have_gaps) { check_layout((test_layout){ .gap = { 5, 3, 7, 1 } }); }
 
 TEST(every_dimension_may_run_backwards)
@@ -151,6 +162,7 @@ int main(void)
         cmocka_unit_test(columns_may_lie_outside_rows),
         cmocka_unit_test(the_batch_may_be_innermost),
         cmocka_unit_test(rows_may_be_padded),
+        cmocka_unit_test(rows_may_lie_a_power_of_two_apart),
         cmocka_unit_test(every_dimension_may_have_gaps),
         cmocka_unit_test(every_dimension_may_run_backwards),
         cmocka_unit_test(data_may_start_at_any_element),

@@ -59,12 +59,14 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
     f.row_blocks = (p->Sq + BQ - 1) / BQ;
     f.block = f.row_blocks > 1 ? BQ : round_up(p->Sq, 2);
-    f.q_in_place = usable_in_place(p, &p->a.q, p->D), f.o_in_place = usable_in_place(p, &p->g.d_o, p->Dv);
-    f.k_in_place = usable_in_place(p, &p->a.k, p->D);
+    int64_t uses = p->G * p->Sq, step = p->a.key_stride; /* of a key */
+    f.q_in_place = usable_in_place(p, &p->a.q, p->D, 1, p->Sk);
+    f.o_in_place = usable_in_place(p, &p->g.d_o, p->Dv, 1, p->Sk);
+    f.k_in_place = usable_in_place(p, &p->a.k, p->D, step, uses);
     int sums_in_place = !p->g.accumulate; /* else each call adds its sum once: one rounding, not one for each product */
-    f.dq_in_place = sums_in_place && p->g.d_q.data && usable_in_place(p, &p->g.d_q, p->D);
-    f.dk_in_place = sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D);
-    f.dv_in_place = sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv);
+    f.dq_in_place = sums_in_place && p->g.d_q.data && usable_in_place(p, &p->g.d_q, p->D, 1, p->Sk);
+    f.dk_in_place = sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D, step, uses);
+    f.dv_in_place = sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv, step, uses);
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->g.d_o, &p->g.d_q, &p->g.d_k, &p->g.d_v };
     f.asks = worth_asking(tensors, 7);
     f.wide = round_up(p->D, W), f.wide_v = round_up(p->Dv, W);

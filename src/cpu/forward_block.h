@@ -54,7 +54,7 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     if (f.row_blocks > 1)
         f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
     f.all_direct = p->Sq <= DIRECT_OF_HEAD;
-    f.v_in_place = usable_in_place(p, &p->a.v, p->Dv);
+    f.v_in_place = usable_in_place(p, &p->a.v, p->Dv, p->a.key_stride, f.rows);
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o };
     f.asks = f.by_head && worth_asking(tensors, 4);
     f.ldq = HEED_MAX(units_of(p->D), round_up(p->D, W)) + W;
