@@ -1,11 +1,11 @@
-/* Backward in plain fp32 arithmetic, for every problem there is, without atomics: each result has one owner, which
- * recomputes what it needs and sums in a fixed order.
+/* Backward in plain fp32 arithmetic, for every problem there is, without atomic sums: each result has one owner, or several
+ * that take turns, and is summed in a fixed order.
  *
- *     dK/dV kernel    owns 128 keys, or 64 of a wide head, and meets the queries of its group's heads
- *     dQ kernel       owns queries, meets the keys, likewise
+ *     main kernel     a block owns 128 keys, or 64 of a wide head, and meets the queries of its group's heads; dK and dV
+ *                     stay with it, dQ is added to sums in memory in the order of the keys
  *     dbias kernel    owns a 128 x 64 tile of dbias, meets every pair that bias is broadcast to
  *
- * All three meet a tile the same way: S = Q K^T is parked in shared memory while dP = dO V^T is computed, and then
+ * Both meet a tile the same way: S = Q K^T is parked in shared memory while dP = dO V^T is computed, and then
  *     P = exp(S - lse)    dS = P (dP - delta) dS/d(q.k)
  * a few elements at a time, which keeps the registers free for the results. */
 #include "launch.cuh"
@@ -126,7 +126,7 @@ __device__ static void differentiate(float (&X)[8][8], shared<WIDTH> &s, const a
         });
 }
 
-/* ---- dQ ---------------------------------------------------------------------------------------------------------- */
+/* ---- Queries as rows --------------------------------------------------------------------------------------------- */
 
 /* dS of the tile at keys n0, from offsets and facts in shared memory, into X. then(slot): see multiply_rows(). */
 template <int WIDTH, class Then>
@@ -138,8 +138,8 @@ __device__ static void query_tile(float (&X)[8][8], shared<WIDTH> &s, int &slot,
     const rows_of dO = { a.d_o, s.row[1], a.Dv }, V = { a.v, s.column[1], a.Dv };
     if (threadIdx.x < s.COLUMNS) {
         const int n = n0 + threadIdx.x;
-        s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, s.of.hk, n) : NOWHERE;
-        s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, s.of.hk, n) : NOWHERE;
+        s.column[0][threadIdx.x] = row_or_zeros(a.k, n < q.keys ? key_at(a, q, a.k, s.of.hk, n) : NOWHERE);
+        s.column[1][threadIdx.x] = row_or_zeros(a.v, n < q.keys ? key_at(a, q, a.v, s.of.hk, n) : NOWHERE);
     }
     __syncthreads();
     start_rows(s, slot, Q, K);
@@ -159,8 +159,8 @@ __device__ static void meet_queries(shared<WIDTH> &s, const args &a, const span 
     if (threadIdx.x < s.ROWS) {
         const int i = i0 + threadIdx.x;
         const row_facts f = facts_of(a, q, x, i);
-        s.row[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
-        s.row[1][threadIdx.x] = i < q.rows ? row_at(a.d_o, q.q_batch, x.h, q.q_row + i) : NOWHERE;
+        s.row[0][threadIdx.x] = row_or_zeros(a.q, i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE);
+        s.row[1][threadIdx.x] = row_or_zeros(a.d_o, i < q.rows ? row_at(a.d_o, q.q_batch, x.h, q.q_row + i) : NOWHERE);
         s.lse[threadIdx.x] = f.lse;
         s.delta[threadIdx.x] = f.delta;
         band_of_row(a, q, min(i, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
@@ -168,45 +168,7 @@ __device__ static void meet_queries(shared<WIDTH> &s, const args &a, const span 
     __syncthreads();
 }
 
-template <int WIDTH>
-__global__ void __launch_bounds__(THREADS, 2) dq_portable(const __grid_constant__ args a, int tiles, int slices)
-{
-    extern __shared__ float4 memory[];
-    auto &s = *(shared<WIDTH> *)memory;
-    unsigned index = blockIdx.x;
-    const int slice = index % slices * WIDTH;
-    index /= slices;
-    const unsigned heads = a.B * a.Hq;
-    const int i0 = (tiles - 1 - index / heads) * s.ROWS; /* under a causal band the longest come first */
-    index %= heads;
-    meet_head(s, a, index / a.Hq, index % a.Hq);
-    const span &q = s.sequence;
-    const head &x = s.of;
-    if (i0 >= q.rows)
-        return;
-    const int rows = min(s.ROWS, q.rows - i0);
-    meet_queries(s, a, q, x, i0);
-
-    float dQ[8][8];
-    clear(dQ);
-    const rows_of K = { a.k, s.column[0], a.D };
-    const int first = min(s.low[0], s.low[rows - 1]), last = max(s.high[0], s.high[rows - 1]);
-    const int inside = max(s.low[0], s.low[rows - 1]), outside = min(s.high[0], s.high[rows - 1]);
-    int slot = 0;
-    for (int n0 = first / 8 * 8; n0 < last; n0 += s.COLUMNS) {
-        float dS[8][8];
-        query_tile(dS, s, slot, a, i0, n0, n0 >= inside && n0 + s.COLUMNS <= outside, true,
-                   [&](int free) { start_slice(s, free, K, 0, slice); });
-        write_tile(s, dS);
-        multiply_tile<PART>(dQ, s, slot, K, slice); /* dQ += dS K */
-    }
-    __syncthreads();
-    store_slice(dQ, s, a.d_q, slice, a.D, a.accumulate, [&](int row) {
-        return i0 + row < q.rows ? row_at(a.d_q, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE;
-    });
-}
-
-/* ---- dK and dV --------------------------------------------------------------------------------------------------- */
+/* ---- dK, dV and dQ ----------------------------------------------------------------------------------------------- */
 
 /* Offsets, band and facts of the queries from i0 on. Here queries are columns. */
 template <int WIDTH>
@@ -215,8 +177,9 @@ __device__ static void meet_query_columns(shared<WIDTH> &s, const args &a, const
     if (threadIdx.x < s.COLUMNS) {
         const int i = i0 + threadIdx.x;
         const row_facts f = facts_of(a, q, x, i);
-        s.column[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
-        s.column[1][threadIdx.x] = i < q.rows ? row_at(a.d_o, q.q_batch, x.h, q.q_row + i) : NOWHERE;
+        s.column[0][threadIdx.x] = row_or_zeros(a.q, i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE);
+        s.column[1][threadIdx.x] = row_or_zeros(a.d_o,
+                                                i < q.rows ? row_at(a.d_o, q.q_batch, x.h, q.q_row + i) : NOWHERE);
         s.lse[threadIdx.x] = f.lse;
         s.delta[threadIdx.x] = f.delta;
         band_of_row(a, q, min(i, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
@@ -241,26 +204,83 @@ __device__ static void exchange(float (&Y)[8][8], float4 (*waiting)[THREADS])
     }
 }
 
-/* Turing's shared memory has no place for a second result: there each of dK and dV has a launch of its own. */
+/* Turing's shared memory has no place for a second result: there each gradient has a launch of its own. */
 #if HEED_TURING
 constexpr bool BOTH = false;
 #else
 constexpr bool BOTH = true;
 #endif
 
+/* Where dQ is summed, and how far the sums are: each tile of keys adds to UNIT queries at a time, the last ones first, after
+ * the tile before it. So a row's sum is always taken in the order of the keys. Blocks are numbered as they begin: those
+ * that one waits for are in work or done. */
+struct query_sums {
+    view to;     /* fp32 */
+    int *passed; /* of each block, units that it has passed, all heads'; before them how many have begun. NULL: no dQ */
+    int units;   /* of a head */
+    int parts;   /* blocks that share a tile of keys' queries: so many rows each */
+    int part_rows;
+};
+
+/* Adds a thread's share of a unit's dQ to the sums at `at`, for queries [from, to) of the unit. Some rows at once: there are
+ * no registers for all. They are read past the first cache, which may hold what others have changed since. */
+template <int WIDTH>
+__device__ static void add_queries(const float (&Z)[8][8], const view &t, float *at, int from, int to, int first,
+                                   int width)
+{
+    typedef unit_of<WIDTH> unit;
+    constexpr int SOME = 4;
+    const int row = unit::row(), column = first + shared<WIDTH>::column_of(0);
+    at += row * t.stride[2] + column * t.stride[3];
+#pragma unroll
+    for (int some = 0; some < 8; some += SOME) {
+        float x[SOME][8] = {};
+        auto each = [&](auto four, auto one) {
+#pragma unroll
+            for (int r = some; r < some + SOME; r++) {
+                if (row + unit::down(r) < from || row + unit::down(r) >= to)
+                    continue;
+#pragma unroll
+                for (int c = 0; c < 8; c += 4) {
+                    const int on = shared<WIDTH>::columns_on(c);
+                    float *const there = at + unit::down(r) * t.stride[2] + on * t.stride[3];
+                    if (t.vector && column + on + 4 <= width)
+                        four(&x[r - some][c], &Z[r][c], (float4 *)there);
+                    else
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            if (column + on + e < width)
+                                one(x[r - some][c + e], Z[r][c + e], there + e * t.stride[3]);
+                }
+            }
+        };
+        each([](float *x, const float *, const float4 *there) { *(float4 *)x = __ldcg(there); },
+             [](float &x, float, const float *there) { x = __ldcg(there); })
+            ;
+        each([](float *x, const float *z,
+                float4 *there) { *there = make_float4(x[0] + z[0], x[1] + z[1], x[2] + z[2], x[3] + z[3]); },
+             [](float x, float z, float *there) { *there = x + z; })
+            ;
+    }
+}
+
 template <int WIDTH>
 __global__ void __launch_bounds__(THREADS, 2)
-    dkv_portable(const __grid_constant__ args a, int tiles, int slices, bool wants_k, bool wants_v)
+    backward_portable(const __grid_constant__ args a, const __grid_constant__ query_sums sums, int slices, bool wants_k,
+                      bool wants_v)
 {
     extern __shared__ float4 memory[];
     auto &all = *(shared_dkv<WIDTH> *)memory;
     shared<WIDTH> &s = all;
     __shared__ struct {
-        int n0, b, hk, first, last, inside, outside;
-    } own; /* looked at too rarely for registers */
-    const int slice = blockIdx.x % slices * WIDTH;
+        unsigned index;
+        int n0, b, hk, slice, first, last, inside, outside;
+        int before_first, before_last; /* units that the tile of keys before this one adds to */
+    } own;                             /* looked at too rarely for registers */
     if (threadIdx.x == 0) {
-        const unsigned index = blockIdx.x / slices, heads = a.B * a.Hk;
+        own.index = sums.passed ? atomicAdd(sums.passed - 1, 1) : blockIdx.x; /* those before are in work or done */
+        const unsigned index = own.index / sums.parts / slices, heads = a.B * a.Hk;
+        own.slice = own.index / sums.parts % slices * WIDTH;
         own.n0 = index / heads * s.ROWS, own.hk = index % heads % a.Hk, own.b = index % heads / a.Hk;
     }
     __syncthreads();
@@ -270,16 +290,27 @@ __global__ void __launch_bounds__(THREADS, 2)
         return;
     if (threadIdx.x < s.ROWS) {
         int n = own.n0 + threadIdx.x;
-        s.row[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, own.hk, n) : NOWHERE;
-        s.row[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, own.hk, n) : NOWHERE;
+        s.row[0][threadIdx.x] = row_or_zeros(a.k, n < q.keys ? key_at(a, q, a.k, own.hk, n) : NOWHERE);
+        s.row[1][threadIdx.x] = row_or_zeros(a.v, n < q.keys ? key_at(a, q, a.v, own.hk, n) : NOWHERE);
     }
     if (threadIdx.x == 0) {
         int first, last, first_of_end, last_of_end;
+        const int64_t from = (int64_t)(own.index % sums.parts) * sums.part_rows, to = from + sums.part_rows;
+        own.before_first = own.before_last = 0;
+        if (own.n0) {
+            band_of_key(a, q, own.n0 - s.ROWS, first, last);
+            band_of_key(a, q, own.n0 - 1, first_of_end, last_of_end);
+            first = clamp(from, min(first, first_of_end), INT32_MAX), last = clamp(to, 0, max(last, last_of_end));
+            if (first < last) /* else it adds to none */
+                own.before_first = first / UNIT, own.before_last = (last - 1) / UNIT + 1;
+        }
         band_of_key(a, q, own.n0, first, last);
         band_of_key(a, q, min(own.n0 + s.ROWS, q.keys) - 1, first_of_end, last_of_end);
         own.inside = max(first, first_of_end), own.outside = min(last, last_of_end);
-        own.first = min(first, first_of_end), own.last = max(last, last_of_end);
+        own.first = clamp(from, min(first, first_of_end), INT32_MAX);
+        own.last = clamp(to, 0, max(last, last_of_end));
     }
+    __syncthreads();
     const rows_of K = { a.k, s.row[0], a.D }, V = { a.v, s.row[1], a.Dv };
     const rows_of Q = { a.q, s.column[0], a.D }, dO = { a.d_o, s.column[1], a.Dv };
     float Y[8][8]; /* dV, and dK in its turn */
@@ -291,7 +322,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     int slot = 0;
     for (int h = 0; h < a.G; h++) {
         meet_head(s, a, own.b, own.hk * a.G + h);
-        for (int i0 = own.first; i0 < own.last; i0 += s.COLUMNS) {
+        const int begin = own.first / UNIT * UNIT;
+        for (int i0 = begin + (own.last - begin - 1) / s.COLUMNS * s.COLUMNS; own.first < own.last && i0 >= begin;
+             i0 -= s.COLUMNS) {
             float X[8][8];
             meet_query_columns(s, a, q, s.of, i0);
             start_rows(s, slot, K, Q);
@@ -301,34 +334,72 @@ __global__ void __launch_bounds__(THREADS, 2)
             write_tile(s, X);
             clear(X);
             multiply_rows<PART>(X, s, slot, V, dO, [&](int free) { /* dP^T = V dO^T */
-                                                                   if (BOTH || wants_v)
-                                                                       start_slice(s, free, dO, 0, slice);
+                                                                   if (wants_v)
+                                                                       start_slice(s, free, dO, 0, own.slice);
             });
             differentiate<true>(X, s, a, i0, own.n0, i0 >= own.inside && i0 + s.COLUMNS <= own.outside, true);
-            if (BOTH || wants_v)
-                multiply_tile<PART>(Y, s, slot, dO, slice); /* dV += P^T dO */
-            if (BOTH || wants_k) {
-                start_slice(s, slot, Q, 0, slice);
+            if (wants_v)
+                multiply_tile<PART>(Y, s, slot, dO, own.slice, own.last - i0); /* dV += P^T dO */
+            if (wants_k) {
+                start_slice(s, slot, Q, 0, own.slice);
                 __syncthreads();
                 write_tile(s, X);
                 if (BOTH)
                     exchange(Y, all.waiting);
-                multiply_tile<PART>(Y, s, slot, Q, slice); /* dK += dS^T Q */
+                multiply_tile<PART>(Y, s, slot, Q, own.slice, own.last - i0); /* dK += dS^T Q */
                 if (BOTH)
                     exchange(Y, all.waiting);
             }
             __syncthreads();
+            if (sums.passed) {
+                turn_tile(s, X);
+#pragma unroll 1
+                for (int column = min(s.COLUMNS, own.last - i0) - 1 & -UNIT; column >= 0; column -= UNIT) {
+                    float Z[8][8];
+                    clear(Z);
+                    start_slice(s, slot, K, 0, own.slice);
+                    multiply_turned<PART>(Z, s, slot, K, own.slice, column); /* dQ += dS K */
+                    const int i = i0 + column, number = i / UNIT, turn = (h + 1) * sums.units - number;
+                    const unsigned apart = a.B * a.Hk * slices *
+                                           sums.parts; /* blocks from one tile of keys to the next */
+                    if (threadIdx.x == 0 && number >= own.before_first && number < own.before_last)
+                        while (see_turn(sums.passed + own.index - apart) < turn)
+                            ;
+#pragma unroll 1
+                    for (int half = 0; half < unit_of<WIDTH>::HALVES; half++) {
+                        __syncthreads();
+                        if (half == unit_of<WIDTH>::half())
+                            add_queries<WIDTH>(Z, sums.to,
+                                               (float *)sums.to.data + row_at(sums.to, q.q_batch, s.of.h, q.q_row + i),
+                                               own.first - i, own.last - i, own.slice, a.D);
+                    }
+                    __syncthreads();
+                    if (threadIdx.x == 0)
+                        pass_turn(sums.passed + own.index, turn);
+                }
+            }
         }
     }
     auto place = [&](const view &t) {
         return [&](int row) { return own.n0 + row < q.keys ? key_at(a, q, t, own.hk, own.n0 + row) : NOWHERE; };
     };
     if (wants_v)
-        store_slice(Y, s, a.d_v, slice, a.Dv, a.accumulate, place(a.d_v));
+        store_slice(Y, s, a.d_v, own.slice, a.Dv, a.accumulate, place(a.d_v));
     if (BOTH)
         exchange(Y, all.waiting);
     if (wants_k)
-        store_slice(Y, s, a.d_k, slice, a.D, a.accumulate, place(a.d_k));
+        store_slice(Y, s, a.d_k, own.slice, a.D, a.accumulate, place(a.d_k));
+}
+
+/* d_q from its sums, where those could not be in d_q itself. */
+__global__ void finish_dq(const __grid_constant__ args a, const __grid_constant__ view sums, int64_t count)
+{
+    for (int64_t n = (int64_t)blockIdx.x * THREADS + threadIdx.x; n < count; n += (int64_t)gridDim.x * THREADS) {
+        const int64_t row = n / a.D, c = n % a.D, h = row / a.q_rows % a.Hq, b = row / a.q_rows / a.Hq;
+        const int64_t at = row_at(a.d_q, b, h, row % a.q_rows) + c * a.d_q.stride[3];
+        const float sum = load(sums, row_at(sums, b, h, row % a.q_rows) + c);
+        store(a.d_q, at, a.accumulate ? load(a.d_q, at) + sum : sum);
+    }
 }
 
 /* ---- dbias ------------------------------------------------------------------------------------------------------- */
@@ -420,44 +491,85 @@ heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x)
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
-template <int WIDTH> static heed_status run_dq(const args &a, const heed_exec *x)
+/* What is launched, and the workspace: delta, then the turns, then dQ's sums where d_q, not being fp32, cannot hold them.
+ * Few tiles of keys, which leave multiprocessors idle, are met twice: dQ has a launch of its own then, in which several
+ * blocks share the queries of each. On Turing it has one anyway, as has each of dK and dV: see BOTH. */
+struct outline {
+    bool wide, each, wants_k, wants_v, wants_q, q_alone;
+    int64_t slices, blocks, parts, part_rows;
+    size_t turns, sums, bytes;
+    outline(const heed_problem *p, const heed_plan *plan)
+    {
+        wide = p->D > 64 || p->Dv > 64;
+        each
+            = plan->device.arch < 80;
+        wants_q = p->g.d_q.data, wants_k = p->g.d_k.data, wants_v = p->g.d_v.data;
+        slices = tiles_of(HEED_MAX(p->D, p->Dv), wide ? 128 : 64);
+        blocks = tiles_of(p->full.keys, wide ? shared<128>::ROWS : shared<64>::ROWS) * slices * p->Hk * p->B;
+        const int64_t room = 2 * plan->device.units, most = tiles_of(p->Sq, 2 * UNIT);
+        q_alone = wants_q && (each || !(wants_k || wants_v) || 3 * blocks < room);
+        parts = q_alone && blocks ? HEED_MAX(1, HEED_MIN(room / blocks, most)) : 1;
+        part_rows = HEED_MAX(1, tiles_of(most, parts)) * 2 * UNIT;
+        turns = (heed_cuda_delta_bytes(p) + 15) / 16 * 16;
+        sums = bytes = turns + ((size_t)(blocks * parts + 1) * sizeof(int) + 15) / 16 * 16;
+        if (wants_q && p->g.d_q.dtype != HEED_F32)
+            bytes += (size_t)(p->a.q.shape[0] * p->Hq * p->a.q.shape[2] * tiles_of(p->D, 4)) * 16;
+    }
+};
+
+size_t heed_backward_workspace_portable(const heed_problem *p, const heed_plan *plan) { return outline(p, plan).bytes; }
+
+/* Sums of dQ and turns, all zero; but sums that lie in d_q start with what is there where that is wanted. */
+static heed_status prepare_sums(const heed_problem *p, const args &a, const outline &o, const heed_exec *x,
+                                query_sums *sums)
 {
-    int64_t tiles = tiles_of(a.Sq, shared<WIDTH>::ROWS), slices = tiles_of(a.D, WIDTH);
-    return launch(dq_portable<WIDTH>, tiles * slices * a.Hq * a.B, THREADS, sizeof(shared<WIDTH>), x, a, (int)tiles,
-                  (int)slices);
+    const int64_t *shape = p->a.q.shape, counts[4] = { 1, 1, 1, o.blocks * o.parts + 1 };
+    view turns = { (char *)x->workspace + o.turns, { 1, 1, 1, 1 }, HEED_F32, 1 };
+    bool filled = a.accumulate || a.lengths_q || a.offsets_q; /* see heed_cuda_prepare_backward() */
+    sums->to = a.d_q;
+    sums->passed = (int *)turns.data + 1;
+    sums->units = (int)tiles_of(a.Sq, UNIT);
+    sums->parts = (int)o.parts, sums->part_rows = (int)HEED_MIN(o.part_rows, INT32_MAX);
+    if (a.d_q.dtype != HEED_F32) {
+        const int64_t width = tiles_of(a.D, 4) * 4;
+        sums->to = {
+            (char *)x->workspace + o.sums, { shape[1] * shape[2] * width, shape[2] * width, width, 1 }, HEED_F32, 1
+        };
+        filled = false;
+    }
+    heed_status status = heed_cuda_fill(turns, counts, 0.0f, x);
+    return status || filled ? status : heed_cuda_fill(sums->to, shape, 0.0f, x);
 }
 
 template <int WIDTH>
-static heed_status run_dkv(const args &a, bool wants_k, bool wants_v, const heed_plan *plan, const heed_exec *x)
+static heed_status run(const args &a, const outline &o, const query_sums &sums, bool wants_k, bool wants_v,
+                       const heed_exec *x)
 {
-    const bool one = plan->device.arch < 80; /* see BOTH */
-    if (one && wants_k && wants_v) {
-        heed_status status = run_dkv<WIDTH>(a, true, false, plan, x);
-        return status ? status : run_dkv<WIDTH>(a, false, true, plan, x);
-    }
-    int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    int64_t tiles = tiles_of(keys, shared<WIDTH>::ROWS), slices = tiles_of(HEED_MAX(a.D, a.Dv), WIDTH);
-    return launch(dkv_portable<WIDTH>, tiles * slices * a.Hk * a.B, THREADS,
-                  one ? sizeof(shared<WIDTH>) : sizeof(shared_dkv<WIDTH>), x, a, (int)tiles, (int)slices, wants_k,
+    return launch(backward_portable<WIDTH>, o.blocks * sums.parts, THREADS,
+                  o.each ? sizeof(shared<WIDTH>) : sizeof(shared_dkv<WIDTH>), x, a, sums, (int)o.slices, wants_k,
                   wants_v);
-}
-
-size_t heed_backward_workspace_portable(const heed_problem *p, const heed_plan *plan)
-{
-    (void)plan;
-    return heed_cuda_delta_bytes(p);
 }
 
 heed_status heed_backward_portable(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     prologue call(p, x);
     const args &a = call.a;
+    const outline o(p, plan);
+    const auto gradients = o.wide ? run<128> : run<64>;
+    query_sums sums = {}, none = {};
+    none.parts = 1, none.part_rows = INT32_MAX;
     heed_status status = call.status;
-    if (!status && a.d_q.data)
-        status = a.D <= 64 ? run_dq<64>(a, x) : run_dq<128>(a, x);
-    const bool wants_k = a.d_k.data, wants_v = a.d_v.data;
-    if (!status && (wants_k || wants_v))
-        status = a.D <= 64 && a.Dv <= 64 ? run_dkv<64>(a, wants_k, wants_v, plan, x)
-                                         : run_dkv<128>(a, wants_k, wants_v, plan, x);
-    return status;
+    if (!status && o.wants_q)
+        status = prepare_sums(p, a, o, x, &sums);
+    if (!status && o.each && o.wants_k && o.wants_v)
+        status = gradients(a, o, none, true, false, x);
+    if (!status && (o.wants_k || o.wants_v))
+        status = gradients(a, o, o.wants_q && !o.q_alone ? sums : none, o.wants_k && !(o.each && o.wants_v), o.wants_v,
+                           x);
+    if (!status && o.q_alone)
+        status = gradients(a, o, sums, false, false, x);
+    if (status || !o.wants_q || sums.to.data == a.d_q.data)
+        return status;
+    const int64_t count = p->a.q.shape[0] * p->Hq * p->a.q.shape[2] * p->D;
+    return launch(finish_dq, HEED_MIN(tiles_of(count, THREADS), 65536), THREADS, 0, x, a, sums.to, count);
 }

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
     const int rows = min(ROWS, q.rows - i0);
     if (threadIdx.x < ROWS) {
         const int i = i0 + threadIdx.x;
-        s.row[0][threadIdx.x] = i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE;
+        s.row[0][threadIdx.x] = row_or_zeros(a.q, i < q.rows ? row_at(a.q, q.q_batch, x.h, q.q_row + i) : NOWHERE);
         s.lse[threadIdx.x] = -CUDART_INF_F;
         band_of_row(a, q, min(i, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
     }
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
     for (int n0 = first / 8 * 8; n0 < last; n0 += COLUMNS) {
         if (threadIdx.x < COLUMNS) {
             const int n = n0 + threadIdx.x;
-            s.column[0][threadIdx.x] = n < q.keys ? key_at(a, q, a.k, x.hk, n) : NOWHERE;
-            s.column[1][threadIdx.x] = n < q.keys ? key_at(a, q, a.v, x.hk, n) : NOWHERE;
+            s.column[0][threadIdx.x] = row_or_zeros(a.k, n < q.keys ? key_at(a, q, a.k, x.hk, n) : NOWHERE);
+            s.column[1][threadIdx.x] = row_or_zeros(a.v, n < q.keys ? key_at(a, q, a.v, x.hk, n) : NOWHERE);
         }
         __syncthreads();
         float S[8][8], factor = a.scale, rescale[8];
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
         write_tile(s, S);
         float PV[8][8]; /* summed apart: over many keys that is the more accurate */
         clear(PV);
-        multiply_tile<16>(PV, s, slot, V, slice); /* O  = a O + P V */
+        multiply_tile<16>(PV, s, slot, V, slice, last - n0); /* O  = a O + P V */
 #pragma unroll
         for (int r = 0; r < 8; r++)
 #pragma unroll

@@ -169,6 +169,20 @@ template <int PENDING> __device__ inline void wait_copies()
 #endif
 }
 
+/* A number in global memory by which blocks of a grid take turns: what one wrote before it passed the turn on, another
+ * finds after it has seen that. The writes may be other threads', if a barrier came between. */
+__device__ inline int see_turn(const int *turn)
+{
+    int x;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
+    return x;
+}
+
+__device__ inline void pass_turn(int *turn, int to)
+{
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(to) : "memory");
+}
+
 /* The smaller of the two; NaN if either is. */
 __device__ inline float min_or_nan(float x, float y)
 {

@@ -96,20 +96,6 @@ __device__ inline void prefetch_map(const CUtensorMap &map)
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/* A number in global memory by which blocks of a grid take turns: what one wrote before it passed the turn on, another
- * finds after it has seen that. The writes may be other threads', if a barrier came between. */
-__device__ inline int see_turn(const int *turn)
-{
-    int x;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(turn) : "memory");
-    return x;
-}
-
-__device__ inline void pass_turn(int *turn, int to)
-{
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(to) : "memory");
-}
-
 /* Shared to global memory, so many bytes, a multiple of 16, some time: to be stored, or added as floats. What the thread
  * has started is committed, and then waited for: until it has been read, or until it is there. */
 __device__ inline void bulk_store(float *to, uint32_t from, int bytes)

@@ -9,8 +9,9 @@
  *
  * Operands pass through shared memory a piece at a time, the next one on its way while one is used:
  *     multiply_rows     X += A B^T       A ROWS rows, B COLUMNS rows, both in memory     (Q K^T, dO V^T)
- *     multiply_tile     Y += X B         X in shared memory, B COLUMNS rows in memory    (P V, dS K)
- * Both meet outer products of eight by eight: operands lie in shared memory by columns, 64 multiply-adds for four loads.
+ *     multiply_tile     Y += X B         X in shared memory, B COLUMNS rows in memory    (P V, P^T dO, dS^T Q)
+ *     multiply_turned   Z += X^T B       X turned, 64 of its columns, B ROWS rows in memory    (dS K)
+ * All meet outer products of eight by eight: operands lie in shared memory by columns, 64 multiply-adds for four loads.
  *
  * A row is named by the offset of its first element, kept in shared memory; NOWHERE is a row of zeros. */
 #ifndef HEED_CUDA_TILE_FP32_CUH
@@ -35,8 +36,9 @@ template <int WIDTH> struct shared_fp32 {
     static constexpr int CG = WIDTH / 8, RG = THREADS / CG, ROWS = 8 * RG, COLUMNS = 8 * CG;
     static constexpr int SLICE_STEP = 2048 / WIDTH; /* of multiply_tile, rows */
     static constexpr int LINE = ROWS + 4;           /* of the tile */
+    static constexpr int TURNED = COLUMNS + 4;      /* the same where it is turned: see turn_tile() */
     float stage[2][STEP * (ROWS + COLUMNS)];
-    float tile[COLUMNS * LINE];
+    float tile[WIDTH == 64 ? ROWS * TURNED : COLUMNS * LINE];
     int64_t row[2][ROWS], column[2][COLUMNS]; /* offsets: of Q and dO, or K and V */
     int low[128], high[128];                  /* of the queries, which may be rows or columns */
     float lse[128], delta[128];
@@ -80,7 +82,18 @@ struct rows_of {
     const view &t;
     const int64_t *at;
     int width;
+    /* Whether 16 bytes are four numbers of a row. */
+    __device__ bool in_chunks() const { return t.dtype == HEED_F32 && t.vector; }
 };
+
+/* What is read of a row of zeros, so that nobody who reads in chunks has to ask which rows exist. */
+__device__ static const float4 zeros[HEED_MAX_HEAD_DIM / 4] = {};
+
+/* The offset of a row as rows_of wants it. */
+__device__ inline int64_t row_or_zeros(const view &t, int64_t at)
+{
+    return at == NOWHERE && t.dtype == HEED_F32 && t.vector ? (const float *)zeros - (const float *)t.data : at;
+}
 
 /* Four numbers of a row from `column` on. */
 __device__ inline float4 load_part(const rows_of &m, int64_t at, int column)
@@ -90,19 +103,6 @@ __device__ inline float4 load_part(const rows_of &m, int64_t at, int column)
     for (int e = 0; e < 4; e++)
         x[e] = at != NOWHERE && column + e < m.width ? load(m.t, at + (column + e) * m.t.stride[3]) : 0.0f;
     return make_float4(x[0], x[1], x[2], x[3]);
-}
-
-/* Whether four numbers from `column` on are one chunk of 16 bytes, in the row or beyond it. */
-__device__ inline bool can_copy(const rows_of &m, int column)
-{
-    return m.t.dtype == HEED_F32 && m.t.vector && (column + 4 <= m.width || column >= m.width);
-}
-
-/* 16 bytes of the row at `at`, or zeros. from: where they would be in a row at 0. NOWHERE times four is 0: no other address
- * is needed for it. */
-__device__ inline void copy_part(float *to, const char *from, int64_t at, bool exists)
-{
-    copy_or_clear(shared_address(to), from + (uint64_t)at * 4, exists && (int)(at >> 32) != INT32_MIN);
 }
 
 /* STEP columns of COUNT rows, from column `step` on, on their way into shared memory, where a column is a line. A thread
@@ -120,15 +120,13 @@ template <int COUNT> struct pieces {
     }
     __device__ void fetch(const rows_of &m, int thread, int column)
     {
-        const char *from = m.t.data + (int64_t)column * 4;
+        const float *from = (const float *)m.t.data + column;
         const int64_t *at = m.at + thread / 4;
+        asm volatile("" : "+l"(from)); /* one sum, to which offsets are added */
+        __builtin_assume(__isGlobal(from));
 #pragma unroll
-        for (int i = 0; i < COUNT / 32; i++) {
-            const int64_t row = at[i * 32];
-            part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (row != NOWHERE && column < m.width)
-                part[i] = *(const float4 *)(from + row * 4);
-        }
+        for (int i = 0; i < COUNT / 32; i++)
+            part[i] = *(const float4 *)(from + at[i * 32]);
     }
     __device__ void store(float *stage, int thread) const
     {
@@ -156,7 +154,7 @@ template <int WIDTH> struct both_pieces {
     __device__ explicit both_pieces(int step) : thread(this_thread()), column(step + thread % 4 * 4) {}
     __device__ bool in_chunks(const rows_of &A, const rows_of &B) const
     {
-        return can_copy(A, column) && can_copy(B, column);
+        return A.in_chunks() && B.in_chunks() && column + 4 <= A.width;
     }
     __device__ void fetch(const rows_of &A, const rows_of &B)
     {
@@ -194,11 +192,16 @@ __device__ inline void start_slice(shared_fp32<WIDTH> &s, int slot, const rows_o
     const int thread = this_thread(), column = first + thread % PARTS * 4;
     const int64_t *at = B.at + step + thread / PARTS;
     float *to = s.stage[slot] + thread * 4;
-    if (can_copy(B, column)) {
-        const char *from = B.t.data + (int64_t)column * 4;
+    if (B.in_chunks() && (column + 4 <= B.width || column >= B.width)) {
+        const float *from = (const float *)B.t.data + (column < B.width ? column : 0);
+        asm volatile("" : "+l"(from));
+        int64_t rows[s.SLICE_STEP / AT_ONCE];
 #pragma unroll
         for (int r = 0; r < s.SLICE_STEP; r += AT_ONCE)
-            copy_part(to + r * WIDTH, from, at[r], column < B.width);
+            rows[r / AT_ONCE] = at[r];
+#pragma unroll
+        for (int r = 0; r < s.SLICE_STEP; r += AT_ONCE)
+            copy_or_clear(shared_address(to + r * WIDTH), from + rows[r / AT_ONCE], column < B.width);
     } else
 #pragma unroll 1
         for (int r = 0; r < s.SLICE_STEP; r += AT_ONCE)
@@ -260,10 +263,10 @@ __device__ inline void multiply_rows(float (&X)[8][8], shared_fp32<WIDTH> &s, in
     for (int step = 0; step < A.width; step += STEP, slot ^= 1) {
         __syncthreads();
         both_pieces<WIDTH> next(step + STEP);
-        const bool more = step + STEP < A.width, in_chunks = more && next.in_chunks(A, B);
+        const bool in_chunks = next.in_chunks(A, B);
         if (in_chunks)
             next.fetch(A, B);
-        else if (more)
+        else if (step + STEP < A.width)
             next.copy(s, slot ^ 1, A, B);
         else
             then(slot ^ 1);
@@ -305,20 +308,68 @@ template <int WIDTH> __device__ inline void read_tile(shared_fp32<WIDTH> &s, flo
 }
 
 /* Y += X B for columns first .. first + WIDTH of B's rows, X being the shared tile, which all threads have written or
- * are about to have. The first step must have been started, as above. */
+ * are about to have, and zero from column `depth` on. The first step must have been started, as above. */
 template <int PART, int WIDTH>
-__device__ inline void multiply_tile(float (&Y)[8][8], shared_fp32<WIDTH> &s, int &slot, const rows_of &B, int first)
+__device__ inline void multiply_tile(float (&Y)[8][8], shared_fp32<WIDTH> &s, int &slot, const rows_of &B, int first,
+                                     int depth)
 {
     const int g = 4 * s.g(), t = 4 * s.t();
+    depth = min(depth, s.COLUMNS);
 #pragma unroll 1
-    for (int step = 0; step < s.COLUMNS; step += s.SLICE_STEP, slot ^= 1) {
+    for (int step = 0; step < depth; step += s.SLICE_STEP, slot ^= 1) {
         wait_copies<0>();
         __syncthreads();
-        if (step + s.SLICE_STEP < s.COLUMNS)
+        if (step + s.SLICE_STEP < depth)
             start_slice(s, slot ^ 1, B, step + s.SLICE_STEP, first);
         const float *a_at = s.tile + step * s.LINE + g, *b_at = s.stage[slot] + t;
         add_products<PART, s.SLICE_STEP>(Y, [&](int part, int k, float(&a)[8], float(&b)[8]) {
             load_eight(a, a_at + (part + k) * s.LINE, 4 * s.RG);
+            load_eight(b, b_at + (part + k) * WIDTH, 4 * s.CG);
+        });
+    }
+}
+
+/* The tile turned, so that its columns are what is multiplied out of it: X by rows, and none exchanged. */
+template <int WIDTH> __device__ inline void turn_tile(shared_fp32<WIDTH> &s, const float (&X)[8][8])
+{
+    float *own = s.tile + s.row_of(0) * s.TURNED + s.column_of(0);
+#pragma unroll
+    for (int r = 0; r < 8; r++)
+#pragma unroll
+        for (int c = 0; c < 8; c += 4)
+            *(float4 *)(own + s.rows_down(r) * s.TURNED + s.columns_on(c)) = make_float4(X[r][c], X[r][c + 1],
+                                                                                         X[r][c + 2], X[r][c + 3]);
+}
+
+/* A result of UNIT rows: a thread has row() + down(r). Where it is too small for all threads, each half of them has the sum
+ * over half of what is summed. */
+constexpr int UNIT = 64;
+
+template <int WIDTH> struct unit_of {
+    static constexpr int HALVES = 128 / WIDTH;
+    static __device__ int half() { return shared_fp32<WIDTH>::g() / (UNIT / 8); }
+    static __device__ int row() { return shared_fp32<WIDTH>::g() % (UNIT / 8) * 4; }
+    static __device__ constexpr int down(int r) { return r % 4 + UNIT / 2 * (r / 4); }
+};
+
+/* Z += X^T B for UNIT of the turned tile's columns, from `column` on, and columns first .. first + WIDTH of B's rows. The
+ * first step must have been started. */
+template <int PART, int WIDTH>
+__device__ inline void multiply_turned(float (&Z)[8][8], shared_fp32<WIDTH> &s, int &slot, const rows_of &B, int first,
+                                       int column)
+{
+    typedef unit_of<WIDTH> unit;
+    constexpr int COUNT = s.SLICE_STEP / unit::HALVES;
+    const int row = unit::half() * COUNT, g = unit::row(), t = 4 * s.t();
+#pragma unroll 1
+    for (int step = 0; step < s.ROWS; step += s.SLICE_STEP, slot ^= 1) {
+        wait_copies<0>();
+        __syncthreads();
+        if (step + s.SLICE_STEP < s.ROWS)
+            start_slice(s, slot ^ 1, B, step + s.SLICE_STEP, first);
+        const float *a_at = s.tile + (step + row) * s.TURNED + column + g, *b_at = s.stage[slot] + row * WIDTH + t;
+        add_products<PART, COUNT>(Z, [&](int part, int k, float(&a)[8], float(&b)[8]) {
+            load_eight(a, a_at + (part + k) * s.TURNED, UNIT / 2);
             load_eight(b, b_at + (part + k) * WIDTH, 4 * s.CG);
         });
     }
