@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a
         t.counters[threadIdx.x] = 0;
     for (int64_t n = (int64_t)blockIdx.x * 256 + threadIdx.x; t.sums.data && n < t.places;
          n += (int64_t)gridDim.x * 256)
-        t.turns[n] = 0;
+        t.turns[n * TURN_APART] = 0;
     all_rows([&](const row_terms<T, LANES> &x, int i) {
         const float sum = x.product(a, b, h, i, c);
         if (threadIdx.x % LANES)
@@ -271,7 +271,7 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, void *me
         to.strips = (int)(rows / 16 + p->B + 1), to.width = form.all.head_dim;
         to.data = (float *)space.take((size_t)(p->Hq * to.strips * 16 * to.width) * sizeof(float));
         t->terms.places = (int)((rows / COLUMNS + p->B + 1) * p->Hq);
-        t->terms.turns = (int *)space.take((size_t)t->terms.places * sizeof(int));
+        t->terms.turns = (int *)space.take((size_t)t->terms.places * TURN_APART * sizeof(int));
     }
     t->terms.counters = (int *)space.take(2 * sizeof(int));
     heed_sm90_take_table(&space, &t->of[0], p, &p->a.k, sums ? form.all.rows : form.dkv.rows, sums ? COLUMNS : 1);

@@ -79,7 +79,10 @@ __device__ inline int piece_at(const args &a, bool keys, int rows, int b, int ti
     return (int)(first / rows) + b + tile;
 }
 
-__device__ inline int place_of(const args &a, int tile, int head) { return tile * a.Hq + head; }
+/* Turns are so many numbers apart: those who ask for one again and again should not hold up the others. */
+constexpr int TURN_APART = 8;
+
+__device__ inline int place_of(const args &a, int tile, int head) { return (tile * a.Hq + head) * TURN_APART; }
 
 /* Pieces of the keys or of the queries, in the workspace. */
 struct piece_table {
