@@ -57,6 +57,20 @@ TEST(positions_may_start_anywhere_and_step)
         }
 }
 
+/* Whole tiles of keys that no query sees, between others that several see. */
+TEST(queries_may_be_further_apart_than_a_tile_of_keys)
+{
+    static const case_shape far = { .B = 1, .Hq = 2, .Hk = 1, .Sq = 5, .Sk = 1300, .D = 16 };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int causal = 0; causal < 2; causal++) {
+            test_case c = case_new(&kernel, far);
+            c.a.align = HEED_ALIGN_POSITION, c.a.query_position = 10, c.a.query_step = 300;
+            c.a.causal = causal, c.a.windowed = 1, c.a.window_left = 40, c.a.window_right = 9;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 /* heed.h: "key j is visible only if r_j % key_stride == 0": attention over every s-th key, and the others get no
  * gradient. */
 TEST(a_key_stride_is_attention_to_sliced_keys)
@@ -247,6 +261,7 @@ int main(void)
         cmocka_unit_test(a_window_composes_with_a_key_stride),
         cmocka_unit_test(key_strides_beyond_the_keys_leave_key_0),
         cmocka_unit_test(positions_may_start_anywhere_and_step),
+        cmocka_unit_test(queries_may_be_further_apart_than_a_tile_of_keys),
         cmocka_unit_test(a_key_stride_is_attention_to_sliced_keys),
         cmocka_unit_test(masks_broadcast_in_every_dimension),
         cmocka_unit_test(biases_broadcast_in_every_dimension_and_either_type),

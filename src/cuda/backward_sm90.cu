@@ -171,6 +171,30 @@ __device__ inline int2 visible_columns(const args &a, const span &q, bool keys, 
     return r;
 }
 
+/* The end of the columns that own rows row .. + rows of a sequence see, as describe() finds it; 0: none. */
+__device__ inline int last_column(const args &a, const span &q, bool keys, int row, int rows)
+{
+    const int top = threadIdx.x % 32 * 64;
+    int last = 0;
+    if (top < rows) {
+        const int2 r0 = visible_columns(a, q, keys, row + top);
+        const int2 r1 = visible_columns(a, q, keys, row + min(top + 64, rows) - 1);
+        if (min(r0.x, r1.x) < max(r0.y, r1.y))
+            last = max(r0.y, r1.y);
+    }
+    return __reduce_max_sync(~0u, last);
+}
+
+/* When tile `tile` of the keys may add to dQ: after the nearest one before it that sees queries. By a whole warp. */
+__device__ inline void find_turn(const args &a, const span &q, int tile, int rows, piece &w)
+{
+    int before = tile - 1, end = 0;
+    while (before >= 0 && !(end = last_column(a, q, true, before * rows, rows)))
+        before--;
+    if (threadIdx.x % 32 == 0)
+        w.turn = before + 1, w.alone = (end + COLUMNS - 1) / COLUMNS;
+}
+
 /* Own rows row .. + rows of a sequence, which exist. The first column is a multiple of grid. By a whole warp. */
 __device__ inline void describe(const args &a, const span &q, bool keys, int row, int rows, int grid, piece &w)
 {
@@ -221,10 +245,13 @@ __global__ void __launch_bounds__(128)
     if (rows <= 0)
         return;
     const int at = piece_at(a, keys, t.rows, b, tile);
-    describe(a, q, keys, row, rows, t.grid, t.pieces[at]);
+    piece &w = t.pieces[at];
+    describe(a, q, keys, row, rows, t.grid, w);
     if (lane == 0)
-        t.pieces[at].rows = rows, t.pieces[at].tile = tile, t.pieces[at].turns = piece_at(a, false, COLUMNS, b, 0),
-        t.pieces[at].sums = piece_at(a, false, 16, b, 0), t.pieces[at].alone = 0;
+        w.rows = rows, w.tile = tile, w.turns = piece_at(a, false, COLUMNS, b, 0),
+        w.sums = piece_at(a, false, 16, b, 0);
+    if (keys)
+        find_turn(a, q, tile, t.rows, w);
     for (int r = lane; r < t.rows; r += 32)
         t.ranges[(int64_t)at * t.rows + r] = r < rows ? visible_columns(a, q, keys, row + r) : make_int2(0, 0);
 }

@@ -66,7 +66,8 @@ struct piece {
     int tile;  /* of the own rows, counted from the sequence's first */
     int turns; /* where the sequence's first tile of queries stands among those that wait for turns, */
     int sums;  /* and its first strip of rows among the sums */
-    int alone; /* from this tile of columns on, the own rows are the first to add to dQ */
+    int turn;  /* of the own rows to add to dQ; */
+    int alone; /* from this tile of columns on, they are the first */
     int begin[3], end[3], inside[3], outside[3];
 };
 
@@ -328,9 +329,9 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
     }
 }
 
-/* Says what piece n is: `at` in the table, tile `tile` of its sequence. */
+/* Says what piece n is: `at` in the table. */
 template <class C>
-__device__ inline void describe_piece(const backward_job &p, backward_shared<C> &s, int n, int at, int head, int tile)
+__device__ inline void describe_piece(const backward_job &p, backward_shared<C> &s, int n, int at, int head)
 {
     const int slot = n % C::WORKS, lane = threadIdx.x % 32;
     piece &w = s.work[slot];
@@ -341,11 +342,8 @@ __device__ inline void describe_piece(const backward_job &p, backward_shared<C> 
     for (int r = lane; r < C::ROWS; r += 32)
         s.range[slot][r] = p.ranges[(int64_t)at * C::ROWS + r];
     __syncwarp();
-    if (lane == 0) {
+    if (lane == 0)
         w.head = head;
-        if (C::ADDS)
-            w.alone = tile && p.pieces[at - 1].tiles ? p.pieces[at - 1].start / COLUMNS + p.pieces[at - 1].tiles : 0;
-    }
     __syncwarp();
     arrive(shared_address(&s.described[slot]));
 }
@@ -378,7 +376,7 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         find_piece<C>(p, number, b, head, tile);
         if (tile * C::ROWS >= p.lengths[b])
             continue;
-        describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head, tile);
+        describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head);
         int h = 0, step = 0;
         if (C::WORKS > C::SLOTS)
             bring_terms<C>(p, s, w, h, step, met, C::FIRST < C::SECOND ? C::FIRST : C::SECOND);
@@ -473,7 +471,7 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
     const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::D * (int)sizeof(float);
     const bool first = row / COLUMNS >= w.alone;
     int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
-    while (!first && (p.any_order ? see_turn(turn) == 0 : see_turn(turn) != w.tile))
+    while (!first && (p.any_order ? see_turn(turn) == 0 : see_turn(turn) != w.turn))
         ;
     fence_async_global();
     wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
