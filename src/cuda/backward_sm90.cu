@@ -320,16 +320,23 @@ static heed_status map_queries(tensor_map m[2], const heed_problem *p, const arg
     return status ? status : heed_tensor_map(&m[1], a.d_o, a.Dv, a.q_rows, a.Hq, batches, rows);
 }
 
-static heed_status map_keys(tensor_map m[2], const heed_problem *p, const args &a, int rows)
+static heed_status map_keys(tensor_map m[2], const heed_problem *p, const args &a, view k, view v, int rows)
 {
     const int64_t batches = p->a.k.shape[0], keys = a.col < a.k_rows ? (a.k_rows - 1 - a.col) / a.col_step + 1 : 0;
-    view k = a.k, v = a.v;
     if (keys) { /* those on the stride are the rows of a tensor of their own */
         k.data += a.col * k.stride[2] * 2, v.data += a.col * v.stride[2] * 2;
         k.stride[2] *= a.col_step, v.stride[2] *= a.col_step;
     }
     heed_status status = heed_tensor_map(&m[0], k, a.D, HEED_MAX(keys, 1), a.Hk, batches, rows);
     return status ? status : heed_tensor_map(&m[1], v, a.Dv, HEED_MAX(keys, 1), a.Hk, batches, rows);
+}
+
+/* dK and dV leave by the copy engine where it can: see sends(). */
+static heed_status map_results(backward_job *job, const heed_problem *p, int rows)
+{
+    const args &a = job->a;
+    job->sent[0] = a.d_k.data && a.d_k.dtype != HEED_F32, job->sent[1] = a.d_v.data && a.d_v.dtype != HEED_F32;
+    return map_keys(job->out, p, a, job->sent[0] ? a.d_k : a.k, job->sent[1] ? a.d_v : a.v, rows);
 }
 
 /* Heads that are worked on at the same time. With a band their tiles differ in length, and longest first needs many to
@@ -360,7 +367,8 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
             job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
         if ((a.left < FAR || a.right < FAR) && a.G > 1 && job->count <= 8 * units)
             job->together = heads; /* few tiles and long ones: longest first among all */
-        if (!(status = map_keys(job->own, p, a, keys.rows)) && !(status = map_queries(job->other, p, a, COLUMNS)))
+        if (!(status = map_keys(job->own, p, a, a.k, a.v, keys.rows)) &&
+            !(status = map_queries(job->other, p, a, COLUMNS)) && (!all || !(status = map_results(job, p, keys.rows))))
             status = (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
         job->second = true;
     }
@@ -370,7 +378,8 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->counter = t.terms.counters + 1;
         job->tiles = queries.tiles, job->count = job->tiles * heads;
         job->together = heed_sm90_heads_together(a, heads, (int64_t)a.Sk / a.col_step * (a.D + a.Dv) * 2);
-        if (!(status = map_queries(job->own, p, a, queries.rows)) && !(status = map_keys(job->other, p, a, COLUMNS)))
+        if (!(status = map_queries(job->own, p, a, queries.rows)) &&
+            !(status = map_keys(job->other, p, a, a.k, a.v, COLUMNS)))
             status = form.dq.launch(*job, HEED_MIN(units, job->count), x);
     }
     return status;

@@ -204,6 +204,23 @@ __device__ inline void differentiate_by_row(float (&dP)[COLUMNS / 2], const floa
 
 /* ---- Results ----------------------------------------------------------------------------------------------------- */
 
+/* Puts 64 rows of a 16-bit result, times `scale`, into the group's own rows of a tile, where `memory` is the first of
+ * them; box: bytes from 64 columns to the next. */
+template <class T, class C>
+__device__ inline void stage_result(const float (&Y)[C::D / 2], float scale, char *memory, int box)
+{
+    const int thread = thread_anew(), lane = thread % 32, top = thread / 32 % 4 * 16;
+    const int r0 = top + lane % 16;
+    const uint32_t to = shared_address(memory) + r0 * 128;
+#pragma unroll
+    for (int k = 0; k < C::D / 16; k++) {
+        const float *y = &Y[8 * k];
+        store_matrices(to + k / 4 * box + ((k % 4 * 2 + lane / 16 ^ r0 % 8) << 4), pack<T>(y[0] * scale, y[1] * scale),
+                       pack<T>(y[2] * scale, y[3] * scale), pack<T>(y[4] * scale, y[5] * scale),
+                       pack<T>(y[6] * scale, y[7] * scale));
+    }
+}
+
 /* Writes 64 rows of a result, times `scale`, those below `rows` that exist. at: element offset of the first, step: from
  * one to the next. 16-bit results pass through the group's own rows of a tile that nobody reads any more, where
  * `memory` is the first of them, to leave in pieces of 16 bytes; box: bytes from 64 columns to the next. */
@@ -227,15 +244,7 @@ __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, con
         }
         return;
     }
-    const int r0 = top + lane % 16;
-    const uint32_t to = shared_address(memory) + r0 * 128;
-#pragma unroll
-    for (int k = 0; k < C::D / 16; k++) {
-        const float *y = &Y[8 * k];
-        store_matrices(to + k / 4 * box + ((k % 4 * 2 + lane / 16 ^ r0 % 8) << 4), pack<T>(y[0] * scale, y[1] * scale),
-                       pack<T>(y[2] * scale, y[3] * scale), pack<T>(y[4] * scale, y[5] * scale),
-                       pack<T>(y[6] * scale, y[7] * scale));
-    }
+    stage_result<T, C>(Y, scale, memory, box);
     __syncwarp();
     constexpr int CHUNKS = C::D / 8;
     uint16_t *const out = (uint16_t *)t.data + at;

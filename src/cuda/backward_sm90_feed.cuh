@@ -39,7 +39,8 @@ struct dq_sums {
 /* The kernels' argument. L = lse * log2(e) and delta are arrays [batches][Hq][pitch], a number for each row of q. */
 struct backward_job {
     args a;
-    tensor_map own[2], other[2];
+    tensor_map own[2], other[2], out[2]; /* out: of dK and dV, */
+    bool sent[2];                        /* where they are of 16 bits: see sends() */
     dq_sums sums;
     int *turns; /* by place_of(): how many tiles of keys, of all that the sequence has, a tile of dQ is past; 0: none */
     const float *L, *delta;
@@ -153,10 +154,14 @@ struct backward_shape {
                          MANY = OWNERS           ? (512 - FEW - SOME) / 2
                                 : CONSUMERS == 2 ? 240
                                                  : 160;
+    static constexpr bool APART = ADDS && SLOTS == 1; /* V comes before K: as soon as dV is out of its place */
     static constexpr int STAGED = D <= 64 ? 2 : 1;
     static constexpr int WORKS = ADDS ? 2 : SLOTS; /* pieces of work that are known at a time */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
 };
+
+/* Where V comes apart from K, what else is waited for: that dK of the piece before has left, and V. */
+enum { GONE = 2, VALUES = 3 };
 
 template <class C> struct backward_shared {
     char own[C::SLOTS][2][C::OWN_BYTES];
@@ -172,7 +177,8 @@ template <class C> struct backward_shared {
     uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
     uint64_t work_free[C::ADDS ? C::WORKS : 1], staged[C::ADDS ? 2 : 1], stage_free[C::ADDS ? 2 : 1];
-    uint64_t pass_full[2], pass_free[2]; /* as those before, of even and odd tiles */
+    uint64_t pass_full[C::PASS ? 2 : 1], pass_free[C::PASS ? 2 : 1]; /* as those before, of even and odd tiles */
+    uint64_t leaving[C::APART ? 4 : 1]; /* dK and dV of a piece are ready to; and what follows them, see above */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
 
@@ -209,6 +215,8 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
                 barrier_init(shared_address(&s.pass_free[i]), 128);
             }
         if (C::ADDS) {
+            for (int i = 0; C::APART && i < 4; i++)
+                barrier_init(shared_address(&s.leaving[i]), i < GONE ? 128 * C::CONSUMERS : 32);
             for (int i = 0; i < 2; i++) {
                 barrier_init(shared_address(&s.staged[i]), 128);
                 barrier_init(shared_address(&s.stage_free[i]), 1);
@@ -221,6 +229,12 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
 
 /* Known to be the same in all lanes. */
 __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+/* Tiles of dS pass in a ring. A result may lie in two that follow each other: bytes from one to the next. */
+template <class C> __device__ inline int dS_box(int tile)
+{
+    return ((tile + 1) % C::DS - tile % C::DS) * (C::ROWS * 128);
+}
 
 /* ---- The producer ------------------------------------------------------------------------------------------------ */
 
@@ -256,13 +270,14 @@ template <int ROWS, int BYTES> __device__ inline void clear_rows(char *tile, int
             *(uint4 *)(tile + box * ROWS * 128 + i * 16) = make_uint4(0, 0, 0, 0);
 }
 
-/* One lane asks for a piece's own tiles and arrives. */
+/* One lane asks for a piece's own tiles, K to V or one of them, and arrives. */
 template <class C>
-__device__ inline void ask_for_own(const backward_job &p, backward_shared<C> &s, int slot, uint32_t barrier)
+__device__ inline void ask_for_own(const backward_job &p, backward_shared<C> &s, int slot, uint32_t barrier,
+                                   int first = 0, int last = 1)
 {
     const piece &w = s.work[slot];
-    arrive_expecting(barrier, 2 * C::OWN_BYTES);
-    for (int i = 0; i < 2; i++)
+    arrive_expecting(barrier, (last - first + 1) * C::OWN_BYTES);
+    for (int i = first; i <= last; i++)
         load_tile<C::D, C::ROWS>(shared_address(s.own[slot % C::SLOTS][i]), p.own[i], w.memory_row, w.head, w.batch,
                                  barrier);
 }
@@ -280,7 +295,44 @@ __device__ inline void bring_some_keys(const backward_job &p, backward_shared<C>
     clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][0], w.rows);
     clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][1], w.rows);
     fence_async();
+    if (C::APART)
+        arrive(shared_address(&s.leaving[VALUES]));
     arrive(shared_address(&s.own_full[slot % C::SLOTS]));
+}
+
+/* Whether dK (0) or dV (1) of a piece leaves by the copy engine: not where rows of its tile are another sequence's. */
+template <class C> __device__ inline bool sends(const backward_job &p, const piece &w, int which)
+{
+    return p.sent[which] && !((p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS);
+}
+
+/* Sends dK or dV of piece n out of boxes of 64 columns, `box` bytes apart, and waits until they have been read. */
+template <class C>
+__device__ inline void send(const backward_job &p, backward_shared<C> &s, int n, int which, const char *from, int box)
+{
+    const piece &w = s.work[n % C::WORKS];
+    wait(shared_address(&s.leaving[which]), n & 1);
+    if (threadIdx.x % 32 == 0 && sends<C>(p, w, which)) {
+        const tensor_map &m = p.out[which];
+        for (int i = 0; i * 64 < C::D; i++)
+            store_box(shared_address(from) + i * box, m.map, i * 64, w.memory_row, w.head * m.head_on,
+                      w.batch * m.batch_on);
+        bulk_commit();
+        bulk_wait_read();
+    }
+    __syncwarp();
+}
+
+template <class C> __device__ inline void send_values(const backward_job &p, backward_shared<C> &s, int n)
+{
+    send(p, s, n, 1, s.own[0][1], C::ROWS * 128);
+}
+
+/* tile: the first of the next piece. See leave(). */
+template <class C> __device__ inline void send_keys(const backward_job &p, backward_shared<C> &s, int n, int tile)
+{
+    send(p, s, n, 0, s.dS[tile % C::DS], dS_box<C>(tile));
+    arrive(shared_address(&s.leaving[GONE]));
 }
 
 /* Until piece n's own tile may be overwritten, or work that is done with the piece before may be counted as done. */
@@ -367,6 +419,9 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             if (lane == 0)
                 w.exists = 0;
             arrive(shared_address(&s.described[slot]));
+            if constexpr (C::APART)
+                if (n)
+                    send_values(p, s, n - 1), send_keys(p, s, n - 1, met);
             if (C::ADDS)
                 wait_own_free(s, n);
             arrive(full);
@@ -377,17 +432,31 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         if (tile * C::ROWS >= p.lengths[b])
             continue;
         describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head);
+        const bool some = C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS;
+        const int before = met; /* the first tile after the last piece */
         int h = 0, step = 0;
-        if (C::WORKS > C::SLOTS)
-            bring_terms<C>(p, s, w, h, step, met, C::FIRST < C::SECOND ? C::FIRST : C::SECOND);
+        if constexpr (C::APART) {
+            bring_terms<C>(p, s, w, h, step, met, 1);
+            if (n)
+                send_values(p, s, n - 1);
+            if (!some && lane == 0)
+                ask_for_own(p, s, slot, shared_address(&s.leaving[VALUES]), 1);
+            else if (!some)
+                arrive(shared_address(&s.leaving[VALUES]));
+        }
         if (C::ADDS)
             wait_own_free(s, n);
-        if (C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS)
+        if (some)
             bring_some_keys(p, s, slot, landed);
         else if (lane == 0)
-            ask_for_own(p, s, slot, full);
+            ask_for_own(p, s, slot, full, 0, C::APART ? 0 : 1);
         else
             arrive(full);
+        if constexpr (C::APART) {
+            bring_terms<C>(p, s, w, h, step, met, 1);
+            if (n)
+                send_keys(p, s, n - 1, before);
+        }
         if (C::ADDS)
             bring_terms<C>(p, s, w, h, step, met, -1);
         n++;

@@ -30,6 +30,27 @@ __device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backwa
         release(&s.own_free[x.slot % C::SLOTS]);
 }
 
+/* dV, which is complete, leaves by way of V, which nobody reads any more once the four warps are done with it. */
+template <class T, class C>
+__device__ inline void give_values(const backward_job &p, const key_group<C> &x, backward_shared<C> &s)
+{
+    const piece &w = s.work[x.slot];
+    char *const memory = s.own[0][1];
+    named_sync(1 + x.group, 128);
+    if (sends<C>(p, w, 1))
+        stage_result<T, C>(x.dV, 1.0f, memory + x.group * 8192, C::ROWS * 128);
+    else
+        store_keys<T, C>(x.dV, 1, p.a, w, memory, x.group);
+    fence_async();
+    release(&s.leaving[1]);
+}
+
+/* Until dK of the piece before has left the tiles of dS. */
+template <class C> __device__ inline void wait_gone(const key_group<C> &x, backward_shared<C> &s)
+{
+    wait(shared_address(&s.leaving[GONE]), x.slot ^ 1);
+}
+
 /* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
 template <class T, class C>
 __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile, int count)
@@ -39,6 +60,8 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
         end_exponentials<C>(x.group);
         if constexpr (C::ADDS) {
             const uint32_t none[COLUMNS / 16][4] = {};
+            if (C::APART)
+                wait_gone(x, s);
             hand_over<C>(s, none, tile, x.group);
             announce(s, tile);
             sum_behind<T, C>(p, x, s, tile);
@@ -111,6 +134,11 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     wgmma_fence();
     multiply_columns<T, D, COLUMNS>(x.dK, x.dS, first_tile(s, tile)); /* dK += dS^T Q */
     wgmma_commit();
+    if constexpr (C::APART && LAST) {
+        if (C::OWNERS)
+            wgmma_wait<1>(); /* dV */
+        give_values<T, C>(p, x, s);
+    }
     if constexpr (C::ADDS) {
         if (C::OWNERS || p.any_order)
             announce(s, tile);
@@ -146,36 +174,45 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
         wgmma_commit();
         if (C::WAYS & AHEAD)
             x.care = uniform(s.care[tile % C::FIRST][x.group]);
+        if (C::APART) {
+            wait_gone(x, s);
+            wait(shared_address(&s.leaving[VALUES]), x.slot);
+        }
         wgmma_wait<0>();
 #pragma unroll 1
         for (; tile < last; tile++)
             meet_tile<T, C, CAPPED, false>(p, x, s, tile);
         meet_tile<T, C, CAPPED, true>(p, x, s, tile++);
-    }
+    } else if constexpr (C::APART)
+        give_values<T, C>(p, x, s);
     tile = pass_by<T, C>(p, x, s, tile, uniform((tiles - end) * p.a.G));
     if constexpr (C::ADDS)
-        sum_behind<T, C>(p, x, s, tile, C::SLOTS == 1);
+        sum_behind<T, C>(p, x, s, tile, C::APART);
     return tile;
 }
 
-/* dK and dV leave by way of V, which nobody reads any more once the four warps are done with it; or, where the next K and
- * V would have to wait for that, by way of the group's own share of two tiles of dS. tile: the next. */
+/* dK and dV leave by way of K and V, or of V alone where dQ may still need K. Or, where the next K and V would have to
+ * wait for that, dV has left already and dK leaves by way of the group's own share of the two tiles of dS that come next,
+ * and nobody waits until it has. tile: the next. */
 template <class T, class C>
-__device__ inline void leave(const args &a, const key_group<C> &x, backward_shared<C> &s, int tile)
+__device__ inline void leave(const backward_job &p, const key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const piece &w = s.work[x.slot];
-    if constexpr (C::ADDS && C::SLOTS == 1) {
-        const int first = tile % C::DS, second = (tile + 1) % C::DS, box = (second - first) * (int)sizeof(s.dS[0]);
+    if constexpr (C::APART) {
+        const int first = tile % C::DS, second = (tile + 1) % C::DS;
         wait(shared_address(&s.ds_free[first]), tile / C::DS & 1 ^ 1);
         wait(shared_address(&s.ds_free[second]), (tile + 1) / C::DS & 1 ^ 1);
-        store_keys<T, C>(x.dV, 1, a, w, s.dS[first], x.group, box);
-        store_keys<T, C>(x.dK, 0, a, w, s.dS[first], x.group, box);
-        named_sync(1 + x.group, 128); /* before any of them hands over the next dS */
+        if (sends<C>(p, w, 0))
+            stage_result<T, C>(x.dK, p.a.scale, s.dS[first] + x.group * 8192, dS_box<C>(tile));
+        else
+            store_keys<T, C>(x.dK, 0, p.a, w, s.dS[first], x.group, dS_box<C>(tile));
+        fence_async();
+        release(&s.leaving[0]);
     } else {
         const int slot = x.slot % C::SLOTS;
         named_sync(1 + x.group, 128);
-        store_keys<T, C>(x.dV, 1, a, w, s.own[slot][1], x.group);
-        store_keys<T, C>(x.dK, 0, a, w, s.own[slot][C::ADDS ? 1 : 0], x.group); /* dQ may still need K */
+        store_keys<T, C>(x.dV, 1, p.a, w, s.own[slot][1], x.group);
+        store_keys<T, C>(x.dK, 0, p.a, w, s.own[slot][C::ADDS ? 1 : 0], x.group);
         fence_async();
         release(&s.own_free[slot]);
     }
@@ -186,7 +223,6 @@ __device__ inline void leave(const args &a, const key_group<C> &x, backward_shar
 template <class T, class C, bool CAPPED>
 __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int group)
 {
-    const args &a = p.a;
     int tile = 0;
     if (group == C::CONSUMERS - 1)
         end_exponentials<C>(group);
@@ -199,7 +235,7 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int gr
         x.V = tile_at(shared_address(s.own[slot][1]) + x.group * 8192);
         x.slot = n % C::WORKS;
         tile = meet_all<T, C, CAPPED>(p, x, s, tile);
-        leave<T, C>(a, x, s, tile);
+        leave<T, C>(p, x, s, tile);
     });
     if (group == 0)
         begin_exponentials<C>(group);

@@ -91,6 +91,14 @@ __device__ inline void load_box(uint32_t to, const CUtensorMap &map, int column,
                  : "memory");
 }
 
+/* The same out of shared memory, as bulk_store() below; what lies outside the tensor is not written. */
+__device__ inline void store_box(uint32_t from, const CUtensorMap &map, int column, int row, int head, int batch)
+{
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+                 "r"(column), "r"(row), "r"(head), "r"(batch), "r"(from)
+                 : "memory");
+}
+
 __device__ inline void prefetch_map(const CUtensorMap &map)
 {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
