@@ -160,13 +160,11 @@ enum {
     HEED_USES_ORDER = 1 << 18,     /* backward: sums in a fixed order */
     HEED_USES_ALL = (1 << 19) - 1,
 
-    HEED_FOR_LONGER = 1 << 28, /* of a kernel: fewer than HEED_LONGER() rows and keys get it only by name, */
-    HEED_FOR_LONG = 1 << 29,   /* or fewer than HEED_LONG */
+    HEED_FOR_LONG = 1 << 29,   /* of a kernel: fewer than HEED_LONG rows and keys get it only by name */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
 };
-#define HEED_LONG 512
-#define HEED_LONGER(head_dim) ((head_dim) <= 96 ? 512 : 1024) /* docs/tuning.md, section 5 */
+#define HEED_LONG 512 /* docs/tuning.md, section 5 */
 /* docs/tuning.md, section 6, has what chose these. */
 #define HEED_SMALL (80 * 64) /* rows or keys times head size */
 #define HEED_SHORT 256       /* rows or keys */

@@ -222,8 +222,7 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
 static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, size_t size)
 {
     const int64_t keys = keys_on_stride(p), most = HEED_MAX(p->Sq, keys);
-    const int longer = HEED_LONGER(HEED_MAX(p->D, p->Dv));
-    const int least = k->uses & HEED_FOR_LONGER ? longer : k->uses & HEED_FOR_LONG ? HEED_LONG : 0;
+    const int least = k->uses & HEED_FOR_LONG ? HEED_LONG : 0;
     if (most >= least)
         return 0;
     snprintf(why, size, "is for %d rows or keys and more, these are at most %" PRId64, least, most);
