@@ -58,7 +58,7 @@ template <int D, int... REST> using dkv = backward_shape<true, D, REST...>;
 /* Queries, own tiles, stages of K and of V. */
 template <int D, int... REST> using dq = backward_shape<false, D, REST...>;
 
-using sums64 = sums<64, 2, 4, 4, EARLY | EXACT | AHEAD | OWNER, 3>;
+using sums64 = sums<64, 2, 4, 4, EXACT | AHEAD | OWNER, 3>;
 using sums96 = sums<96, 1, 2, 2, AHEAD, 3>;
 using sums128 = sums<128, 1, 2, 2, 0, 3>;
 
@@ -88,7 +88,7 @@ static const variant variants[] = {
     ALL("1 dQ staged", 64, staged_once<sums64>),
     ALL("dQ alternately", 64, sums<64, 2, 4, 4, EXACT | AHEAD, 3>),
     ALL("rounded P", 64, sums<64, 2, 4, 4, EARLY | AHEAD | OWNER, 3>),
-    ALL("next S late", 64, sums<64, 2, 4, 4, EXACT | AHEAD | OWNER, 3>),
+    ALL("next S early", 64, sums<64, 2, 4, 4, EARLY | EXACT | AHEAD | OWNER, 3>),
     ALL("dK late", 64, sums<64, 2, 4, 4, EARLY | LATE | EXACT | AHEAD | OWNER, 3>),
     ALL("not ahead", 64, sums<64, 2, 4, 4, EARLY | EXACT | OWNER, 3>),
     ALL("exponentials at any time", 64, unpaced<sums64>),
