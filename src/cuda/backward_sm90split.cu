@@ -147,12 +147,12 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
         int column = w.start;
         shifts_ahead q_shifts, g_shifts;
-        const auto q_shift = [&](int i) {
-            return q_shifts.get(i, all, [&](int i) { return p.other[0].shifts + met_at(p, w, i); });
-        };
-        const auto g_shift = [&](int i) {
-            return g_shifts.get(i, all, [&](int i) { return p.other[1].shifts + met_at(p, w, i); });
-        };
+        const auto of_q = [&](int i) { return p.other[0].shifts + met_at(p, w, i); };
+        const auto of_g = [&](int i) { return p.other[1].shifts + met_at(p, w, i); };
+        const auto q_shift = [&](int i) { return q_shifts.get(i, all, of_q); };
+        const auto g_shift = [&](int i) { return g_shifts.get(i, all, of_g); };
+        if (all)
+            q_shifts.ask(0, all, of_q), g_shifts.ask(0, all, of_g);
         gradient<HEAD> dV;
         operand hi, lo;
         /* From S to P of a tile, which is handed over. */
@@ -234,12 +234,12 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
         const int k_shift = p.own[0].shifts[own].s, v_shift = p.own[1].shifts[own].s;
         bool again = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
         shifts_ahead q_shifts, g_shifts;
-        const auto q_shift = [&](int i) {
-            return q_shifts.get(i, all, [&](int i) { return p.other[0].shifts + met_at(p, w, i); });
-        };
-        const auto g_shift = [&](int i) {
-            return g_shifts.get(i, all, [&](int i) { return p.other[1].shifts + met_at(p, w, i); });
-        };
+        const auto of_q = [&](int i) { return p.other[0].shifts + met_at(p, w, i); };
+        const auto of_g = [&](int i) { return p.other[1].shifts + met_at(p, w, i); };
+        const auto q_shift = [&](int i) { return q_shifts.get(i, all, of_q); };
+        const auto g_shift = [&](int i) { return g_shifts.get(i, all, of_g); };
+        if (all)
+            q_shifts.ask(0, all, of_q), g_shifts.ask(0, all, of_g);
         gradient<HEAD> dK;
         operand hi, lo;
         int by[2] = {}; /* of dS Q of the tile before */
@@ -354,14 +354,15 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
         gradient<HEAD> dQ;
         operand hi, lo;
         int by[2] = {}, before = 0; /* of dS and K of the tile before */
+        const auto of_k = [&](int i) { return p.other[0].shifts + met + i * COLUMNS; };
+        const auto of_v = [&](int i) { return p.other[1].shifts + met + i * COLUMNS; };
+        if (begin < end)
+            k_shifts.ask(0, end - begin, of_k), v_shifts.ask(0, end - begin, of_v);
         tile = skip(s, tile, begin);
-        const auto shift_of_tile = [&](shifts_ahead &ahead, const shift *shifts, int j) {
-            return ahead.get(j - begin, end - begin, [&](int i) { return shifts + met + i * COLUMNS; });
-        };
         shift k = {};
         /* From S of a tile to P. */
         const auto finish = [&](float(&S)[COLUMNS / 2], int j) {
-            k = shift_of_tile(k_shifts, p.other[0].shifts, j);
+            k = k_shifts.get(j - begin, end - begin, of_k);
             weigh(S, exponent_scale<HEAD>(a, q_shift + k.s), column >= inside && column + COLUMNS <= outside,
                   &s.range[slot][row], column + lane % 4 * 2, [&](int e) { return L[e / 2 % 2]; });
         };
@@ -400,7 +401,7 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
                 multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile));
             }
             release_second(s, tile);
-            const shift v = shift_of_tile(v_shifts, p.other[1].shifts, j);
+            const shift v = v_shifts.get(j - begin, end - begin, of_v);
             again |= k.strange || v.strange || q_shift + k.s < p.exact_below;
             differentiate(
                 dP, g_shift + v.s,

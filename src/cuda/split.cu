@@ -2,8 +2,8 @@
  * rows; keys off the stride and rows of padding are never read, so what the kernels see is dense. */
 #include "split.cuh"
 
-constexpr int THREADS = 256;
-constexpr int FEW = 256; /* blocks, where there is seldom anything to do */
+template <int D> constexpr int threads_of = D > 64 ? 256 : 128; /* each has 32 numbers or more on their way */
+constexpr int FEW = 256;                                        /* blocks, where there is seldom anything to do */
 
 /* How many groups of 64 rows there are to split: tiles of the longest sequence, 0 of what is not wanted, and groups of a
  * head of the keys, with those of the queries that share it. */
@@ -48,12 +48,12 @@ struct split_group {
     }
 };
 
-template <int D> using flight = rows_in_flight<D, SPLIT_ROWS, THREADS>;
+template <int D> using flight = rows_in_flight<D, SPLIT_ROWS, threads_of<D>>;
 
 template <int D>
 __device__ static void split_64(const flight<D> &rows, const split_group &g, const float *less, bool hi_only)
 {
-    __shared__ unsigned most[THREADS / 32];
+    __shared__ unsigned most[threads_of<D> / 32];
     const shift found = rows.find_shift(most);
     rows.split(found.s, less, [&](int row, int chunk, uint4 hi, uint4 lo) {
         char *const to = g.to.rows + (g.at + row) * (4 * D) + chunk * 16;
@@ -128,7 +128,7 @@ __device__ static void clear_gaps(const args &a, const split_group &g, const vie
 {
     const int64_t from = first ? a.col + (int64_t)first * a.col_step : 0;
     const int64_t to = g.from.count <= SPLIT_ROWS ? a.Sk : a.col + (int64_t)(first + SPLIT_ROWS) * a.col_step;
-    for (int64_t row = from + threadIdx.x / 32; row < to; row += THREADS / 32) {
+    for (int64_t row = from + threadIdx.x / 32; row < to; row += blockDim.x / 32) {
         if (row >= a.col && (row - a.col) % a.col_step == 0)
             continue;
         const int64_t at = row_at(t, g.batch, g.head, row);
@@ -157,9 +157,9 @@ __device__ static void split_one(const args &a, const split_tensors &to, const s
 }
 
 template <int D, bool SUMS>
-__global__ void __launch_bounds__(THREADS, D > 128 ? 1
-                                           : SUMS  ? 3
-                                                   : 4)
+__global__ void __launch_bounds__(threads_of<D>, D > 128  ? 1
+                                                 : D > 64 ? (SUMS ? 3 : 4)
+                                                          : (SUMS ? 5 : 7))
     split_pass(const __grid_constant__ args a, const __grid_constant__ split_tensors to, split_grid n, int all,
                const int *when)
 {
@@ -187,8 +187,8 @@ static heed_status run(const args &a, const split_tensors &to, bool early, const
     const split_grid n = split_grid_of(a, to);
     const int64_t all = (int64_t)a.B * a.Hk * n.of_head;
     const int64_t blocks = when ? HEED_MIN(all, FEW) : HEED_MAX(all, 1);
-    return early || when ? launch_next(split_pass<D, SUMS>, blocks, THREADS, 0, x, a, to, n, (int)all, when)
-                         : launch(split_pass<D, SUMS>, blocks, THREADS, 0, x, a, to, n, (int)all, when);
+    return early || when ? launch_next(split_pass<D, SUMS>, blocks, threads_of<D>, 0, x, a, to, n, (int)all, when)
+                         : launch(split_pass<D, SUMS>, blocks, threads_of<D>, 0, x, a, to, n, (int)all, when);
 }
 
 heed_status heed_cuda_split(const args &a, const split_tensors &to, bool early, const int *when, const heed_exec *x)

@@ -14,14 +14,17 @@
 #include "tile_sm90.cuh"
 
 /* The shifts of the tiles to come, one a lane: asked for one by one, each would hold up its tile for as long as memory
- * takes. */
+ * takes. Of `count` tiles those from i on; at(i): where that of tile i is. The first are asked for by themselves, and early. */
 struct shifts_ahead {
     int both;
-    /* Of tile i of `count`, the next to be asked for. at(i): where it is. */
+    template <class Where> __device__ void ask(int i, int count, Where at)
+    {
+        both = *(const int *)at(min(i + (int)threadIdx.x % 32, count - 1));
+    }
     template <class Where> __device__ shift get(int i, int count, Where at)
     {
-        if (i % 32 == 0)
-            both = *(const int *)at(min(i + (int)threadIdx.x % 32, count - 1));
+        if (i && i % 32 == 0)
+            ask(i, count, at);
         const int now = __shfl_sync(~0u, both, i % 32);
         return { (short)now, (short)(now >> 16) };
     }
