@@ -264,6 +264,66 @@ __device__ static void add_queries(const float (&Z)[8][8], const view &t, float 
     }
 }
 
+/* A unit's dQ from the threads' shares into the shared tile, by rows, LINE apart; what a whole block has there after the
+ * next barrier is the sum of both halves. Nobody reads the tile any more. */
+template <int WIDTH> struct unit_tile {
+    typedef unit_of<WIDTH> unit;
+    static constexpr int LINE = WIDTH + 4, FOURS = WIDTH / 4, AT_ONCE = 8;
+    static __device__ void write(shared<WIDTH> &s, const float (&Z)[8][8])
+    {
+        float *own = s.tile + unit::row() * LINE + s.column_of(0);
+#pragma unroll
+        for (int half = 0; half < unit::HALVES; half++) {
+            __syncthreads();
+            if (half == unit::half())
+#pragma unroll
+                for (int r = 0; r < 8; r++)
+#pragma unroll
+                    for (int c = 0; c < 8; c += 4) {
+                        asm volatile("" ::: "memory"); /* four at a time */
+                        float4 *const to = (float4 *)(own + unit::down(r) * LINE + s.columns_on(c));
+                        const float4 x = half ? *to : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                        *to = make_float4(x.x + Z[r][c], x.y + Z[r][c + 1], x.z + Z[r][c + 2], x.w + Z[r][c + 3]);
+                    }
+        }
+    }
+    /* Adds queries [from, to) of the unit to the sums at `at`, its first row's. */
+    static __device__ void add(const shared<WIDTH> &s, const view &t, float *at, int from, int to, int first, int width)
+    {
+        const int thread = this_thread(), row = thread / FOURS, column = thread % FOURS * 4;
+        const bool whole = t.vector && first + column + 4 <= width;
+        const float *own = s.tile + row * LINE + column;
+        at += row * t.stride[2] + (first + column) * t.stride[3];
+#pragma unroll 1
+        for (int r = 0; r < UNIT; r += AT_ONCE * (THREADS / FOURS)) {
+            float x[AT_ONCE][4] = {}; /* read past the first cache, which may hold what others have changed since */
+            auto each = [&](auto four, auto one) {
+#pragma unroll
+                for (int e = 0; e < AT_ONCE; e++) {
+                    const int down = r + e * (THREADS / FOURS);
+                    float *const there = at + down * t.stride[2];
+                    if (row + down < from || row + down >= to)
+                        continue;
+                    if (whole)
+                        four(x[e], (float4 *)there, own + down * LINE);
+                    else
+#pragma unroll
+                        for (int c = 0; c < 4; c++)
+                            if (first + column + c < width)
+                                one(x[e][c], there + c * t.stride[3], own[down * LINE + c]);
+                }
+            };
+            each([](float(&x)[4], const float4 *there, const float *) { *(float4 *)x = __ldcg(there); },
+                 [](float &x, const float *there, float) { x = __ldcg(there); })
+                ;
+            each([](float(&x)[4], float4 *there,
+                    const float *y) { *there = make_float4(x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3]); },
+                 [](float x, float *there, float y) { *there = x + y; })
+                ;
+        }
+    }
+};
+
 template <int WIDTH>
 __global__ void __launch_bounds__(THREADS, 2)
     backward_portable(const __grid_constant__ args a, const __grid_constant__ query_sums sums, int slices, bool wants_k,
@@ -365,13 +425,14 @@ __global__ void __launch_bounds__(THREADS, 2)
                     if (threadIdx.x == 0 && number >= own.before_first && number < own.before_last)
                         while (see_turn(sums.passed + own.index - apart) < turn)
                             ;
-#pragma unroll 1
-                    for (int half = 0; half < unit_of<WIDTH>::HALVES; half++) {
+                    float *const to = (float *)sums.to.data + row_at(sums.to, q.q_batch, s.of.h, q.q_row + i);
+                    if constexpr (WIDTH == 64) { /* the tile has been used up: there is one unit */
+                        unit_tile<WIDTH>::write(s, Z);
                         __syncthreads();
-                        if (half == unit_of<WIDTH>::half())
-                            add_queries<WIDTH>(Z, sums.to,
-                                               (float *)sums.to.data + row_at(sums.to, q.q_batch, s.of.h, q.q_row + i),
-                                               own.first - i, own.last - i, own.slice, a.D);
+                        unit_tile<WIDTH>::add(s, sums.to, to, own.first - i, own.last - i, own.slice, a.D);
+                    } else {
+                        __syncthreads();
+                        add_queries<WIDTH>(Z, sums.to, to, own.first - i, own.last - i, own.slice, a.D);
                     }
                     __syncthreads();
                     if (threadIdx.x == 0)
