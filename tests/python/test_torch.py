@@ -396,9 +396,6 @@ def test_memory_that_python_does_not_see_is_given_back(device):
 
 
 def test_no_reference_is_lost_or_kept(device):
-    import gc
-    import sys
-
     inputs = qkv(device)
     plain = [t.detach() for t in inputs]
     arrays = [t.cpu().numpy() for t in plain]
@@ -422,20 +419,21 @@ def test_no_reference_is_lost_or_kept(device):
         refused(plain[0], arrays[1], plain[2])
 
     def count():
+        time.sleep(0.02)  # autograd's thread for a GPU may wait for the GIL in order to drop a graph
         gc.collect()
         return sys.getallocatedblocks(), [sys.getrefcount(t) for t in (*plain, *inputs, *arrays, mask, sink, wrong)]
 
     work()
     before, references = count()
     growth = []
-    for _ in range(4):  # torch fills pools of its own at first
+    while len(growth) < 12 and (not growth or growth[-1] >= 50):  # torch fills pools of its own at first
         for _ in range(100):
             work()
         blocks, after = count()
         assert after == references
         growth.append(blocks - before)
         before = blocks
-    assert min(growth) < 100, growth
+    assert growth[-1] < 50, growth
 
 
 def test_retain_graph_and_partial_gradients(device):
