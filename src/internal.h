@@ -158,7 +158,8 @@ enum {
     HEED_USES_SPREAD = 1 << 16,    /* a key stride in a ragged batch, or keys more than 2^31 positions apart */
     HEED_USES_PLAIN = 1 << 17,     /* HEED_PLAIN, in fp32 */
     HEED_USES_ORDER = 1 << 18,     /* backward: sums in a fixed order */
-    HEED_USES_ALL = (1 << 19) - 1,
+    HEED_USES_LOOSE = 1 << 19,     /* a mask or bias of which eight keys are not always one piece of memory */
+    HEED_USES_ALL = (1 << 20) - 1,
 
     HEED_FOR_LONG = 1 << 29,   /* of a kernel: fewer than HEED_LONG rows and keys get it only by name */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
@@ -167,7 +168,8 @@ enum {
 #define HEED_LONG 512 /* docs/tuning.md, section 5 */
 /* docs/tuning.md, section 6, has what chose these. */
 #define HEED_SMALL (80 * 64) /* rows or keys times head size */
-#define HEED_SHORT 256       /* rows or keys */
+#define HEED_SHORT 256       /* rows or keys, */
+#define HEED_SHORT_WIDE 192  /* with head sizes above 64, or a mask or bias in 16 bits */
 
 #define HEED_ANY_ARCH INT32_MAX
 

@@ -86,7 +86,8 @@ static const char *const use_names[] = { "causal or window",
                                          "gradients that are added to or of another type",
                                          "a key stride in a ragged batch, or keys very far apart",
                                          "products by fp32 instructions alone",
-                                         "sums in a fixed order" };
+                                         "sums in a fixed order",
+                                         "a mask or bias that cannot be read eight keys at a time" };
 
 __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const char *format, ...)
 {
@@ -113,6 +114,18 @@ static int is_reversed(const heed_tensor *t)
 }
 
 static int differs(const heed_tensor *t, const heed_tensor *q) { return t->data && t->dtype != q->dtype; }
+
+/* Of a mask or bias: see HEED_USES_LOOSE. */
+static int is_loose(const heed_tensor *t, const heed_problem *p)
+{
+    const int64_t size = (int64_t)heed_dtype_size(t->dtype);
+    if (!t->data)
+        return 0;
+    int64_t all = (int64_t)(uintptr_t)t->data;
+    for (int d = 0; d < 3; d++)
+        all |= t->stride[d] * size;
+    return t->stride[3] != 1 || p->Sk % 8 || p->a.key_stride > 1 || size > 2 || all % (8 * size);
+}
 
 unsigned heed_uses_of(const heed_problem *p)
 {
@@ -144,6 +157,7 @@ unsigned heed_uses_of(const heed_problem *p)
                 : 0;
     uses |= p->precision == HEED_PLAIN && a->q.dtype == HEED_F32 ? HEED_USES_PLAIN : 0;
     uses |= p->pass == HEED_BACKWARD && !p->nondeterministic ? HEED_USES_ORDER : 0;
+    uses |= is_loose(&a->mask, p) || is_loose(&a->bias, p) ? HEED_USES_LOOSE : 0;
     return uses;
 }
 
@@ -189,10 +203,13 @@ int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
             return 0;
         }
     const int64_t head_dim = HEED_MAX(HEED_MAX(p->D, p->Dv), 1), width = bytes == 4 && head_dim > 32 ? 64 : head_dim;
-    const int64_t limit = uses & HEED_ONLY_SHORT ? HEED_SHORT : HEED_SMALL / width; /* fp32 is computed as 32 or 64 */
+    const int terms = bytes == 2 && (p->a.mask.data || p->a.bias.data);
+    const int64_t limit = !(uses & HEED_ONLY_SHORT)  ? HEED_SMALL / width /* fp32 is computed as 32 or 64 */
+                          : head_dim <= 64 && !terms ? HEED_SHORT
+                                                     : HEED_SHORT_WIDE;
     if (most > limit)
-        snprintf(why, size, "takes up to %" PRId64 " %s of this head_dim, these are %" PRId64, limit,
-                 keys == most ? "keys" : "rows", most);
+        snprintf(why, size, "takes up to %" PRId64 " %s %s, these are %" PRId64, limit, keys == most ? "keys" : "rows",
+                 terms ? "with a mask or bias" : "of this head_dim", most);
     else if (p->D % chunk || p->Dv % chunk)
         snprintf(why, size, "takes head_dim in multiples of %" PRId64 ", this is %" PRId64, chunk,
                  p->D % chunk ? p->D : p->Dv);

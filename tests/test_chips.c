@@ -39,13 +39,19 @@ static sample sample_of(heed_pass pass, heed_dtype dtype, int64_t rows, int64_t 
 
 static sample sample_new(heed_pass pass, heed_dtype dtype, int64_t D, int64_t Dv)
 {
-    return sample_of(pass, dtype, 100, 90, D, Dv);
+    return sample_of(pass, dtype, 100, 96, D, Dv);
 }
 
 static void use_band(sample *s) { s->a.causal = 1; }
 static void use_stride(sample *s) { s->a.key_stride = 3; }
-static void use_mask(sample *s) { s->a.mask = shape(HEED_BOOL, 1, 1, 100, 90); }
-static void use_bias(sample *s) { s->a.bias = shape(HEED_F32, 1, 4, 100, 90); }
+static void use_mask(sample *s) { s->a.mask = shape(HEED_BOOL, 1, 1, 100, 96); }
+static void use_bias(sample *s) { s->a.bias = shape(s->a.q.dtype, 1, 4, 100, 96); }
+static void use_wide_bias(sample *s) { s->a.bias = shape(HEED_F32, 1, 4, 100, 96); }
+static void use_loose_mask(sample *s)
+{
+    s->a.mask = shape(HEED_BOOL, 1, 1, 100, 96);
+    memcpy(s->a.mask.stride, (int64_t[4]){ 0, 0, 97, 1 }, sizeof s->a.mask.stride);
+}
 static void use_softcap(sample *s) { s->a.softcap = 20; }
 static void use_alibi(sample *s) { s->a.alibi = shape(HEED_F32, 1, 4, 1, 1); }
 static void use_sink(sample *s) { s->a.sink = shape(HEED_F32, 1, 4, 1, 1); }
@@ -104,6 +110,8 @@ static const struct feature {
     { use_stride, HEED_USES_STRIDE, "key stride", 0 },
     { use_mask, HEED_USES_MASK, "mask", 0 },
     { use_bias, HEED_USES_BIAS, "bias", 0 },
+    { use_wide_bias, HEED_USES_BIAS | HEED_USES_LOOSE, "bias", 0 },
+    { use_loose_mask, HEED_USES_MASK | HEED_USES_LOOSE, "mask", 0 },
     { use_softcap, HEED_USES_SOFTCAP, "softcap", 0 },
     { use_alibi, HEED_USES_ALIBI, "ALiBi", 0 },
     { use_sink, HEED_USES_SINK, "sink", 0 },
@@ -317,6 +325,9 @@ TEST(few_rows_and_keys_get_kernels_of_their_own)
         { HEED_SHORT, HEED_SHORT, 36, "sm90exact_f32: taken", HEED_F32, "h200" },
         { 70, HEED_SHORT + 1, 64, "sm90exact_f32: passed over: takes up to 256 keys of this head_dim, these are 257",
           HEED_F32, "h200" },
+        { HEED_SHORT_WIDE, HEED_SHORT_WIDE, 128, "sm90exact_f32: taken", HEED_F32, "h200" },
+        { 70, HEED_SHORT_WIDE + 1, 72,
+          "sm90exact_f32: passed over: takes up to 192 keys of this head_dim, these are 193", HEED_F32, "h200" },
         { 1, 1, 8, "sm90short_f16: taken", HEED_F16, "h200" },
         { HEED_SHORT, HEED_SHORT, 64, "sm90short_bf16: taken", HEED_BF16, "h200" },
         { HEED_SHORT + 1, 70, 64, "sm90short_f16: passed over: takes up to 256 rows of this head_dim, these are 257",

@@ -11,8 +11,12 @@
 constexpr int MEET = 64; /* rows that are met at a time */
 
 /* Shared memory, and after it, `most` rows each, what is met: Q and dO, or K and V. */
-struct alignas(1024) backward_room {
-    char own[2][SHORT_OWN * 128], out[4][16 * 128];
+template <class T> struct alignas(1024) backward_room {
+    char own[2][SHORT_OWN * 128];
+    union {
+        char out[16 * 128];
+        key_terms<T> terms;
+    } of_warp[4];
     float2 facts[HEED_SHORT]; /* of the queries: see facts_of() */
     span s;                   /* the same for all: here it takes no registers */
 
@@ -62,28 +66,27 @@ template <class Tile> __device__ static void differentiate(Tile &P, Tile &dP, co
 template <class T, bool GENERAL> struct gatherer {
     static constexpr int ONCE = SHORT_THREADS / 8, COUNT = 64 / ONCE;
     uint4 o[COUNT];
-    float lse[COUNT], delta[COUNT];
+    float lse[COUNT], given[COUNT]; /* given: delta or d_lse */
 
     __device__ void ask(const args &a, const span &s, int h, int row)
     {
-        const int chunk = threadIdx.x % 8;
-        const view &given = a.delta.data ? a.d_o : a.o; /* with delta there need not be o */
-        const source from = query_rows<T>(given, s, h, s.rows - 1, a.Dv);
-        const char *const first = from.first + min(chunk * 16, from.end);
-        const auto fact = [&](const view &t, int i) {
-            return ((const float *)t.data)[row_at(t, s.q_batch, h, s.q_row) + i * t.stride[2]];
+        const int chunk = threadIdx.x % 8, i0 = row + threadIdx.x / 8;
+        const auto load_facts = [&](float(&to)[COUNT], const view &t) {
+            const float *const first = (const float *)t.data + row_at(t, s.q_batch, h, s.q_row);
+#pragma unroll
+            for (int n = 0; n < COUNT; n++)
+                to[n] = first[min(i0 + n * ONCE, s.rows - 1) * t.stride[2]];
         };
+        load_facts(lse, a.lse);
+        if (!a.delta.data) {
+            const source from = query_rows<T>(a.o, s, h, s.rows - 1, a.Dv);
+            const char *const first = from.first + min(chunk * 16, from.end);
 #pragma unroll
-        for (int n = 0; n < COUNT; n++) {
-            const int i = min(row + (int)threadIdx.x / 8 + n * ONCE, s.rows - 1);
-            lse[n] = fact(a.lse, i);
-            o[n] = load_16(row_from(first, i, from.step));
+            for (int n = 0; n < COUNT; n++)
+                o[n] = load_16(row_from(first, min(i0 + n * ONCE, s.rows - 1), from.step));
         }
-#pragma unroll
-        for (int n = 0; n < COUNT; n++) {
-            const int i = min(row + (int)threadIdx.x / 8 + n * ONCE, s.rows - 1);
-            delta[n] = a.delta.data ? fact(a.delta, i) : a.d_lse.data ? -fact(a.d_lse, i) : 0.0f;
-        }
+        if (a.delta.data || a.d_lse.data)
+            load_facts(given, a.delta.data ? a.delta : a.d_lse);
     }
 
     __device__ void get(float2 *facts, const char *d_o, const args &a, const span &s, int row)
@@ -92,6 +95,7 @@ template <class T, bool GENERAL> struct gatherer {
         const char *const at = d_o + r0 * 128 + (chunk ^ r0 % 8) * 16;
 #pragma unroll
         for (int n = 0; n < COUNT; n++) {
+            float delta = given[n];
             if (!a.delta.data) {
                 const uint4 g = *(const uint4 *)(at + n * ONCE * 128); /* zeros beyond the last column */
                 float sum = 0.0f;
@@ -104,19 +108,20 @@ template <class T, bool GENERAL> struct gatherer {
                     sum = 0.0f;
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
-                delta[n] += sum + __shfl_xor_sync(~0u, sum, 4);
+                sum += __shfl_xor_sync(~0u, sum, 4);
+                delta = a.d_lse.data ? sum - delta : sum;
             }
             const int i = r0 + n * ONCE;
             if (chunk == 0)
-                facts[i] = facts_of<GENERAL>(row + i < s.rows ? lse[n] : CUDART_INF_F, delta[n]);
+                facts[i] = facts_of<GENERAL>(row + i < s.rows ? lse[n] : CUDART_INF_F, delta);
         }
     }
 };
 
 /* ---- A block ----------------------------------------------------------------------------------------------------- */
 
-template <class T, bool GENERAL>
-__device__ static void own_queries(backward_room &room, const args &a, int b, int h, int begin, int tiles, int most)
+template <class T, bool GENERAL, bool STEPS>
+__device__ static void own_queries(backward_room<T> &room, const args &a, int b, int h, int begin, int tiles, int most)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const span &s = find_span<GENERAL>(room.s, a, b);
@@ -125,7 +130,7 @@ __device__ static void own_queries(backward_room &room, const args &a, int b, in
         return;
     const head x = head_of(a, s, h);
     const int hk = a.G == 1 ? x.h : x.hk;
-    const meeting all = meet<false, GENERAL>(a, s, begin, end);
+    const meeting all = meet<false, STEPS>(a, s, begin, end);
     const int first = round_down(all.first, MEET), last = min(round_up(all.last, MEET), s.keys);
     const source q = query_rows<T>(a.q, s, x.h, s.rows - 1, a.D);
     const source d_o = query_rows<T>(a.d_o, s, x.h, s.rows - 1, a.Dv);
@@ -133,12 +138,12 @@ __device__ static void own_queries(backward_room &room, const args &a, int b, in
     const source v = key_rows<T>(a, a.v, s, hk, last - 1, a.Dv);
     wait_for_last(q.first, k.first, v.first);
     char *const K = room.met(0, most), *const V = room.met(1, most);
-    copy_both(K, V, k, v, first, round_up(last, MEET) - first);
+    copy_both<true>(K, V, k, v, first, round_up(last, MEET) - first);
     const float c = fmaxf(fminf(a.scale * LOG2E, 3e38f), 1.2e-38f);
 #pragma unroll 1
     for (int own0 = begin; own0 < end; own0 += SHORT_OWN) {
         const int row = own0 + warp * 16 + lane / 4;
-        const meeting see = meet<false, GENERAL>(a, s, own0, min(own0 + SHORT_OWN, end));
+        const meeting see = meet<false, STEPS>(a, s, own0, min(own0 + SHORT_OWN, end));
         if (own0 > begin)
             __syncthreads(); /* all have done with the last tile */
         copy_both(room.own[0], room.own[1], q, d_o, own0, SHORT_OWN);
@@ -155,6 +160,10 @@ __device__ static void own_queries(backward_room &room, const args &a, int b, in
 #pragma unroll 1
         for (int n0 = round_down(see.first, MEET); n0 < see.last; n0 += MEET) {
             float S[MEET / 2], dP[MEET / 2];
+            query_scores<MEET> t = { S, row, n0 + lane % 4 * 8 }, dt = { dP, row, 0 };
+            query_terms<T, MEET> terms;
+            if (GENERAL)
+                terms.ask(a, s, x, t);
             const uint32_t k_at = shared_address(K) + (n0 - first) * 128, v_at = shared_address(V) + (n0 - first) * 128;
             wgmma_fence();
             multiply_rows<T, 64, SHORT_OWN, MEET>(S, tile_at(shared_address(room.own[0])), tile_at(k_at));
@@ -163,8 +172,9 @@ __device__ static void own_queries(backward_room &room, const args &a, int b, in
             wgmma_commit();
             wgmma_wait<1>();
             const bool whole = n0 >= see.inside && n0 + MEET <= see.outside;
-            query_scores<MEET> t = { S, row, n0 + lane % 4 * 2 }, dt = { dP, row, 0 };
-            find_scores<GENERAL>(t, a, s, x, whole);
+            if (GENERAL)
+                terms.score(t, a, s, x);
+            hide_band<STEPS>(t, a, s, whole);
             weigh<GENERAL>(t, room.facts + (row - own0), c);
             wgmma_wait<0>();
             differentiate(t, dt, room.facts + (row - own0));
@@ -178,21 +188,21 @@ __device__ static void own_queries(backward_room &room, const args &a, int b, in
         wgmma_wait<0>();
         const int at = own0 + warp * 16;
         const float scale = met ? a.scale : 0.0f;
-        store_rows<T>(room.out[warp], dQ, scale, scale, a.d_q, row_at(a.d_q, s.q_batch, x.h, s.q_row + at),
+        store_rows<T>(room.of_warp[warp].out, dQ, scale, scale, a.d_q, row_at(a.d_q, s.q_batch, x.h, s.q_row + at),
                       a.d_q.stride[2], s.rows - at, a.D);
     }
 }
 
 /* More than one tile only where a head of keys has one of queries. */
-template <class T, bool GENERAL>
-__device__ static void own_keys(backward_room &room, const args &a, int b, int hk, int begin, int tiles, int most)
+template <class T, bool GENERAL, bool STEPS>
+__device__ static void own_keys(backward_room<T> &room, const args &a, int b, int hk, int begin, int tiles, int most)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const span &s = find_span<GENERAL>(room.s, a, b);
     const int end = min(begin + tiles * SHORT_OWN, s.keys);
     if (begin >= end)
         return;
-    const meeting all = meet<true, GENERAL>(a, s, begin, end);
+    const meeting all = meet<true, STEPS>(a, s, begin, end);
     const int first = round_down(all.first, MEET), last = min(round_up(all.last, MEET), s.rows);
     const int64_t k_row = s.k_row + a.col;
     const source k = key_rows<T>(a, a.k, s, hk, s.keys - 1, a.D);
@@ -204,7 +214,7 @@ __device__ static void own_keys(backward_room &room, const args &a, int b, int h
     int known = first; /* the queries up to which there are facts */
 #pragma unroll 1
     for (int own0 = begin; own0 < end; own0 += SHORT_OWN) {
-        const meeting see = meet<true, GENERAL>(a, s, own0, min(own0 + SHORT_OWN, end));
+        const meeting see = meet<true, STEPS>(a, s, own0, min(own0 + SHORT_OWN, end));
         if (own0 > begin)
             __syncthreads(); /* all have done with the last tile */
         copy_both(room.own[0], room.own[1], k, v, own0, SHORT_OWN);
@@ -228,12 +238,16 @@ __device__ static void own_keys(backward_room &room, const args &a, int b, int h
 #pragma unroll 1
             for (; i0 < see.last; i0 += MEET) {
                 float S[MEET / 2], dP[MEET / 2];
+                auto &terms = room.of_warp[warp].terms;
+                score_piece asked[4];
+                if (GENERAL)
+                    terms.ask(asked, a, s, x, i0, own0 + warp * 16);
                 const uint32_t q_at = shared_address(Q) + (i0 - first) * 128,
                                d_o_at = shared_address(dO) + (i0 - first) * 128;
                 wgmma_fence();
                 multiply_rows<T, 64, SHORT_OWN, MEET>(S, tile_at(shared_address(room.own[0])), tile_at(q_at));
                 wgmma_commit();
-                if (!GENERAL) { /* else there are no registers for it now */
+                if (!STEPS) { /* else there are no registers for it now */
                     multiply_rows<T, 64, SHORT_OWN, MEET>(dP, tile_at(shared_address(room.own[1])), tile_at(d_o_at));
                     wgmma_commit();
                 }
@@ -245,15 +259,16 @@ __device__ static void own_keys(backward_room &room, const args &a, int b, int h
                     __syncthreads();
                 }
                 if (GENERAL)
-                    wgmma_wait<0>();
-                else
-                    wgmma_wait<1>();
+                    terms.put(asked, a);
+                wgmma_wait<STEPS ? 0 : 1>();
                 key_scores<> t = { S, i0 + lane % 4 * 2, own0 + warp * 16 + lane / 4 }, dt = { dP, t.i0, t.n0 };
-                find_scores<GENERAL>(t, a, s, x, i0 >= see.inside && i0 + MEET <= see.outside);
+                if (GENERAL)
+                    terms.score(t, a, s, x);
+                hide_band<STEPS>(t, a, s, i0 >= see.inside && i0 + MEET <= see.outside);
                 weigh<GENERAL>(t, room.facts + (t.i0 - first), c);
                 uint32_t P[MEET / 16][4], dS[MEET / 16][4];
                 pack_rows<T, MEET>(P, S);
-                if (GENERAL) {
+                if (STEPS) {
                     wgmma_fence();
                     multiply_rows<T, 64, SHORT_OWN, MEET>(dP, tile_at(shared_address(room.own[1])), tile_at(d_o_at));
                     wgmma_commit();
@@ -269,37 +284,38 @@ __device__ static void own_keys(backward_room &room, const args &a, int b, int h
                 wgmma_commit();
                 wgmma_wait<0>();
                 met = 1;
-                if (GENERAL && i0 + MEET == known && known < see.last)
+                if (GENERAL && i0 + MEET == known && known < see.last) /* before there are no registers for it */
                     g.ask(a, s, h, known);
             }
         }
         const int at = own0 + warp * 16;
         const float scale = met ? a.scale : 0.0f;
         if (a.d_k.data)
-            store_rows<T>(room.out[warp], dK, scale, scale, a.d_k,
+            store_rows<T>(room.of_warp[warp].out, dK, scale, scale, a.d_k,
                           row_at(a.d_k, s.k_batch, hk, k_row + at * a.col_step), a.col_step * a.d_k.stride[2],
                           s.keys - at, a.D);
         __syncwarp();
         if (a.d_v.data)
-            store_rows<T>(room.out[warp], dV, met, met, a.d_v, row_at(a.d_v, s.k_batch, hk, k_row + at * a.col_step),
-                          a.col_step * a.d_v.stride[2], s.keys - at, a.Dv);
+            store_rows<T>(room.of_warp[warp].out, dV, met, met, a.d_v,
+                          row_at(a.d_v, s.k_batch, hk, k_row + at * a.col_step), a.col_step * a.d_v.stride[2],
+                          s.keys - at, a.Dv);
     }
 }
 
-template <class T, bool GENERAL>
+template <class T, bool GENERAL, bool STEPS>
 __global__ void __launch_bounds__(SHORT_THREADS, 2)
     backward_sm90short(const __grid_constant__ args a, const __grid_constant__ short_division by, int most)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
-    auto &room = *(backward_room *)memory;
+    auto &room = *(backward_room<T> *)memory;
     int b, h;
     const int block = own_block(by, a, b, h);
     let_next_start();
     if (block >= by.k_blocks)
-        own_queries<T, GENERAL>(room, a, b, h, (block - by.k_blocks) * by.q_tiles * SHORT_OWN, by.q_tiles, most);
+        own_queries<T, GENERAL, STEPS>(room, a, b, h, (block - by.k_blocks) * by.q_tiles * SHORT_OWN, by.q_tiles, most);
     else if (h < a.Hk)
-        own_keys<T, GENERAL>(room, a, b, h, block * by.k_tiles * SHORT_OWN, by.k_tiles, most);
+        own_keys<T, GENERAL, STEPS>(room, a, b, h, block * by.k_tiles * SHORT_OWN, by.k_tiles, most);
 #endif
 }
 
@@ -310,9 +326,11 @@ template <class T> static heed_status run(const args &a, const heed_plan *plan, 
     const int most = (int)tiles_of(HEED_MAX(keys_of(a), a.Sq), MEET) * MEET;
     dim3 grid;
     const short_division by = divide(a, false, plan, grid);
-    return launch_early(is_general(a) ? backward_sm90short<T, true> : backward_sm90short<T, false>, grid,
-                        dim3(SHORT_THREADS), room_for_one(sizeof(backward_room) + 2 * most * 128, grid, plan), plan, x,
-                        a, by, most);
+    const auto kernel = has_steps(a)    ? backward_sm90short<T, true, true>
+                        : is_general(a) ? backward_sm90short<T, true, false>
+                                        : backward_sm90short<T, false, false>;
+    return launch_early(kernel, grid, dim3(SHORT_THREADS),
+                        room_for_one(sizeof(backward_room<T>) + 2 * most * 128, grid, plan), plan, x, a, by, most);
 }
 
 size_t heed_backward_workspace_sm90short(const heed_problem *p, const heed_plan *plan)

@@ -3,7 +3,8 @@
  *
  *     a b = (a2 b0 + a0 b2 + a1 b1) + (a1 b0 + a0 b1) + a0 b0          small ones first, all sums in fp32
  *
- * and what is left out is below 2^-25 of a b. Tiles are 64 x 64, and lie in shared memory as three boxes, x0, x1 and x2. */
+ * and what is left out is below 2^-25 of a b. Tiles are 64 x 64, and lie in shared memory as three boxes, x0, x1 and x2. Rows of
+ * more than 64 columns take two tiles side by side. */
 #ifndef HEED_CUDA_EXACT_SM90_CUH
 #define HEED_CUDA_EXACT_SM90_CUH
 
@@ -35,17 +36,17 @@ __device__ inline void split_exact(float x, float y, uint32_t &high, uint32_t &m
 template <int N> struct exact_rows {
     float x[N][8];
 
-    /* Rows and columns that there are not become zeros. */
-    __device__ void load(const source &s, int row, int t, int threads = SHORT_THREADS)
+    /* Columns 64 `tile` .. of the rows. Rows and columns that there are not become zeros. */
+    __device__ void load(const source &s, int tile, int row, int t, int threads = SHORT_THREADS)
     {
-        const char *const first = s.first + t % 8 * 32;
+        const char *const first = s.first + tile * 256 + t % 8 * 32;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int i = row + t / 8 + n * (threads / 8);
                 uint4 y = make_uint4(0, 0, 0, 0);
-                if (i <= s.last && t % 8 * 32 + half * 16 <= s.end)
+                if (i <= s.last && tile * 256 + t % 8 * 32 + half * 16 <= s.end)
                     y = load_16(row_from(first + half * 16, i, s.step));
 #pragma unroll
                 for (int e = 0; e < 4; e++)
@@ -104,10 +105,10 @@ struct left_exact {
 constexpr int PRODUCTS = 6, LEFT_PARTS = 0x52, RIGHT_PARTS = 0x118;
 __device__ inline int part_of(int parts, int product) { return parts >> 2 * product & 3; }
 
-/* X = A B^T, as so many committed groups: PRODUCTS. FLIP: as if it were B A^T, to the last bit. COPIES of the code of a
- * product: one is quicker where it is met but once. */
-template <bool FLIP, int COPIES>
-__device__ inline void multiply_exact(float (&X)[32], const exact_tile &A, const exact_tile &B)
+/* X = A B^T, over so many tiles side by side, as so many committed groups: PRODUCTS. FLIP: as if it were B A^T, to the last bit.
+ * COPIES of the code of a product: one is quicker where it is met but once. */
+template <bool FLIP, int COPIES, int TILES>
+__device__ inline void multiply_exact(float (&X)[32], const exact_tile (&A)[TILES], const exact_tile (&B)[TILES])
 {
     const uint64_t a = tile_at(shared_address(A)), b = tile_at(shared_address(B));
 #pragma unroll(COPIES)
@@ -116,8 +117,10 @@ __device__ inline void multiply_exact(float (&X)[32], const exact_tile &A, const
                        right = on(b, part_of(FLIP ? LEFT_PARTS : RIGHT_PARTS, product) * PART);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            wgmma<bf16, 64>::shared<0, 0>(X, on(left, k * 32), on(right, k * 32), product + k);
+        for (int k = 0; k < 4 * TILES; k++) {
+            const int at = k / 4 * (int)sizeof(exact_tile) + k % 4 * 32;
+            wgmma<bf16, 64>::shared<0, 0>(X, on(left, at), on(right, at), product + k);
+        }
         wgmma_commit();
     }
 }
@@ -136,7 +139,28 @@ __device__ inline void multiply_exact(float (&X)[32], const left_exact &P, const
     wgmma_commit();
 }
 
-/* Gives back half of what the tensor core cuts off a sum of four steps on average. */
-__device__ inline float whole_sum(float x) { return fmaf(x, 0x1p-24f * 0.18f * 5, x); }
+/* Gives back half of what the tensor core cuts off a sum of four steps for each tile on average. */
+template <int TILES = 1> __device__ inline float whole_sum(float x)
+{
+    return fmaf(x, 0x1p-24f * 0.18f * (4 * TILES + 1), x);
+}
+
+/* ---- Scores ------------------------------------------------------------------------------------------------------ */
+
+/* S from q.k but for the band. There is no room for score_terms: mask and bias are read one by one. */
+__device__ inline void score_exact(query_scores<64, true> &t, const args &a, const span &s, const head &x)
+{
+    score(t, a.scale, a, s, x, true);
+}
+
+/* Four queries at a time, for the sake of registers. */
+__device__ inline void score_exact(key_scores<true> &t, const args &a, const span &s, const head &x)
+{
+#pragma unroll
+    for (int from = 0; from < 16; from += 4) {
+        key_scores<true, 4> four = { t.X, t.i0, t.n0, from };
+        score(four, a.scale, a, s, x, true);
+    }
+}
 
 #endif

@@ -1,15 +1,17 @@
-/* Forward for up to 256 rows and keys on Hopper, fp32, head sizes to 64 (exact_sm90.cuh). A block takes 64 rows, and each of its
- * warpgroups 64 keys; they agree on the largest score, and their sums are added at the end, in order. */
+/* Forward for few rows and keys on Hopper, fp32 (exact_sm90.cuh): up to 256 with head sizes to 64, up to 192 with head sizes to
+ * 128. A block takes 64 rows, and each of its warpgroups 64 keys; they agree on the largest score, and their sums are added at
+ * the end, in order. */
 #include "exact_sm90.cuh"
 
-constexpr int MOST_GROUPS = HEED_SHORT / 64;
+template <int TILES> constexpr int MOST_GROUPS = (TILES == 1 ? HEED_SHORT : HEED_SHORT_WIDE) / 64;
 
-struct alignas(1024) exact_room {
-    exact_tile Q;
-    float most[MOST_GROUPS][SHORT_OWN], sum[MOST_GROUPS][SHORT_OWN], weight[SHORT_OWN]; /* of each row */
+template <int TILES> struct alignas(1024) exact_room {
+    exact_tile Q[TILES];
+    float most[MOST_GROUPS<1>][SHORT_OWN], sum[MOST_GROUPS<1>][SHORT_OWN], weight[SHORT_OWN]; /* of each row */
 
     /* A group's K, when it is done with V, and at last O on its way out. */
-    __device__ exact_tile &met(int group) { return ((exact_tile *)(this + 1))[group]; }
+    typedef exact_tile tiles[TILES];
+    __device__ tiles &met(int group) { return ((tiles *)(this + 1))[group]; }
 };
 
 /* Four columns of a row of O on its way out. */
@@ -18,18 +20,19 @@ __device__ static float4 &way_out(exact_tile &x, int row, int four)
     return ((float4 *)x)[row * 16 + (four ^ row % 4 * 2)];
 }
 
-/* GENERAL: what the scores need beyond scale and band. */
-template <bool GENERAL>
-__global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS, 1) forward_sm90exact(const __grid_constant__ args a)
+/* Head sizes to 64 TILES. GENERAL: what the scores need beyond scale and band. */
+template <int TILES, bool GENERAL>
+__global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
+    forward_sm90exact(const __grid_constant__ args a)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
-    auto &room = *(exact_room *)memory;
+    auto &room = *(exact_room<TILES> *)memory;
+    constexpr int GROUPS = MOST_GROUPS<TILES>;
     const int thread = threadIdx.x % SHORT_THREADS, lane = thread % 32, i0 = blockIdx.y * SHORT_OWN;
     const int group = __shfl_sync(~0u, threadIdx.x / SHORT_THREADS, 0);
     let_next_start();
-    if (GENERAL || is_ragged(a))
-        wait_for_last();
+    wait_where_needed<GENERAL>(a);
     const span s = span_of(a, own_sequence(a));
     if (i0 >= s.rows)
         return;
@@ -42,22 +45,32 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS, 1) forward_sm90exa
     const source q = query_rows<float>(a.q, s, x.h, min(i0 + SHORT_OWN, s.rows) - 1, a.D);
     const source k = key_rows<float>(a, a.k, s, hk, see.last - 1, a.D);
     const source v = key_rows<float>(a, a.v, s, hk, see.last - 1, a.Dv);
-    exact_tile &met = room.met(group);
+    auto &met = room.met(group);
     wait_for_last(q.first, k.first, v.first);
-    exact_rows<4> V;
+    exact_rows<4> V[TILES];
     {
-        exact_rows<2> Q;
-        exact_rows<4> K;
-        Q.load(q, i0, threadIdx.x, blockDim.x);
+        exact_rows<2> Q[TILES];
+        exact_rows<4> K[TILES];
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            Q[tile].load(q, tile, i0, threadIdx.x, blockDim.x);
         if (busy)
-            K.load(k, n0, thread);
-        Q.put(room.Q, threadIdx.x, blockDim.x);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+                K[tile].load(k, tile, n0, thread);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            Q[tile].put(room.Q[tile], threadIdx.x, blockDim.x);
         if (busy)
-            K.put(met, thread);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+                K[tile].put(met[tile], thread);
     }
     fence_async();
     if (busy) /* not before: all multiprocessors ask at the same time, and Q K^T would wait for V too */
-        V.load(v, n0, thread);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            V[tile].load(v, tile, n0, thread);
     __syncthreads();
     if (!busy) /* nobody waits for those who have left */
         return;
@@ -66,17 +79,26 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS, 1) forward_sm90exa
     multiply_exact<false, 1>(S, room.Q, met);
     wgmma_wait<0>();
     /* Parts of such V would not be normal numbers. All have done with K. */
-    const bool tiny = __syncthreads_and(is_tiny(V.bits()));
-    if (tiny)
-        V.multiply(1 / TINY);
-    V.put(met, thread);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+        bits |= V[tile].bits();
+    const bool tiny = __syncthreads_and(is_tiny(bits));
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        if (tiny)
+            V[tile].multiply(1 / TINY);
+        V[tile].put(met[tile], thread);
+    }
     fence_async();
 #pragma unroll
     for (int i = 0; i < 32; i++)
-        S[i] = whole_sum(S[i]);
+        S[i] = whole_sum<TILES>(S[i]);
     query_scores<64, true> t = { S, i0 + own, n0 + lane % 4 * 2 };
     const bool whole = n0 >= see.inside && n0 + 64 <= see.outside;
-    find_scores<GENERAL>(t, a, s, x, whole);
+    if (GENERAL)
+        score_exact(t, a, s, x);
+    hide_band<GENERAL>(t, a, s, whole);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float most = t.at(r, 0);
@@ -91,7 +113,7 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS, 1) forward_sm90exa
     const auto largest = [&](int row) {
         float most = -CUDART_INF_F;
 #pragma unroll
-        for (int g = 0; g < MOST_GROUPS; g++)
+        for (int g = 0; g < GROUPS; g++)
             if (g >= first && g < last)
                 most = fmaxf(most, room.most[g][row]);
         return most;
@@ -113,13 +135,15 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS, 1) forward_sm90exa
             room.sum[group][own + 8 * r] = all;
     }
     const left_exact P(S);
-    float O[32];
-    multiply_exact(O, P, met);
+    float O[TILES][32];
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+        multiply_exact(O[tile], P, met[tile]);
     __syncthreads(); /* the sums are there */
     if (group == first && thread < SHORT_OWN && i0 + thread < s.rows) {
         float sum = 0.0f;
 #pragma unroll
-        for (int g = 0; g < MOST_GROUPS; g++)
+        for (int g = 0; g < GROUPS; g++)
             if (g >= first && g < last)
                 sum += room.sum[g][thread];
         const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
@@ -131,29 +155,32 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS, 1) forward_sm90exa
     wgmma_wait<0>();
     __syncthreads(); /* all have done with V */
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+    for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            float2 *const to = (float2 *)&way_out(met, own + 8 * r, 2 * n + lane % 4 / 2) + lane % 2;
-            *to = make_float2(whole_sum(O[4 * n + 2 * r]), whole_sum(O[4 * n + 2 * r + 1]));
-        }
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                float2 *const to = (float2 *)&way_out(met[tile], own + 8 * r, 2 * n + lane % 4 / 2) + lane % 2;
+                const float *const x = O[tile] + 4 * n + 2 * r;
+                *to = make_float2(whole_sum(x[0]), whole_sum(x[1]));
+            }
     __syncthreads();
-    const int four = thread % 16;
-    if (four * 4 >= a.Dv)
-        return;
-    float *const o = (float *)a.o.data + row_at(a.o, s.q_batch, x.h, s.q_row + i0) + four * 4;
+    float *const o = (float *)a.o.data + row_at(a.o, s.q_batch, x.h, s.q_row + i0);
 #pragma unroll 1
-    for (int row = ((group - first) * SHORT_THREADS + thread) / 16; row < min(SHORT_OWN, s.rows - i0);
-         row += threads / 16) {
+    for (int i = (group - first) * SHORT_THREADS + thread; i < TILES * 16 * min(SHORT_OWN, s.rows - i0); i += threads) {
+        const int row = i / (TILES * 16), column = i % (TILES * 16) * 4;
         const float weight = room.weight[row];
         float4 y = make_float4(0, 0, 0, 0);
+        if (column >= a.Dv)
+            continue;
 #pragma unroll
-        for (int g = 0; g < MOST_GROUPS; g++)
+        for (int g = 0; g < GROUPS; g++)
             if (g >= first && g < last && weight != 0.0f) {
-                const float4 p = way_out(room.met(g), row, four);
+                const float4 p = way_out(room.met(g)[column / 64], row, column % 64 / 4);
                 y.x += p.x, y.y += p.y, y.z += p.z, y.w += p.w;
             }
-        *(float4 *)(o + row * a.o.stride[2]) = make_float4(y.x * weight, y.y * weight, y.z * weight, y.w * weight);
+        *(float4 *)(o + row * a.o.stride[2] + column) = make_float4(y.x * weight, y.y * weight, y.z * weight,
+                                                                    y.w * weight);
     }
 #endif
 }
@@ -166,15 +193,22 @@ size_t heed_forward_workspace_sm90exact(const heed_problem *p, const heed_plan *
     return 0;
 }
 
+template <int TILES> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+{
+    static_assert(sizeof(exact_room<TILES>) + MOST_GROUPS<TILES> * TILES * sizeof(exact_tile) <= 227 * 1024,
+                  "shared memory of a block");
+    const int groups = (int)HEED_MAX(tiles_of(keys_of(a), 64), 2); /* with one there are no registers for all of Q */
+    const dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
+    const size_t bytes = sizeof(exact_room<TILES>) + groups * TILES * sizeof(exact_tile);
+    return launch_early(is_general(a) ? forward_sm90exact<TILES, true> : forward_sm90exact<TILES, false>, grid,
+                        dim3(SHORT_THREADS * groups), room_for_one(bytes, grid, plan), plan, x, a);
+}
+
 heed_status heed_forward_sm90exact(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     const prologue start(p, x);
     const args &a = start.a;
     if (start.status)
         return start.status;
-    const int groups = (int)HEED_MAX(tiles_of(keys_of(a), 64), 2); /* with one there are no registers for all of Q */
-    const dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
-    return launch_early(is_general(a) ? forward_sm90exact<true> : forward_sm90exact<false>, grid,
-                        dim3(SHORT_THREADS * groups),
-                        room_for_one(sizeof(exact_room) + groups * sizeof(exact_tile), grid, plan), plan, x, a);
+    return HEED_MAX(a.D, a.Dv) <= 64 ? run<1>(a, plan, x) : run<2>(a, plan, x);
 }

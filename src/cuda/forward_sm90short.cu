@@ -27,7 +27,7 @@ template <int N> struct number {
 
 /* Keys are met N at once and then LAST, where there are so many. GENERAL: a sink, or what the scores need beyond scale and such
  * bands as short_row() takes. */
-template <class T, int N, int LAST, bool GENERAL>
+template <class T, int N, int LAST, bool GENERAL, bool STEPS>
 __global__ void __launch_bounds__(SHORT_THREADS, (N + LAST > 192 ? 3 : 4) - GENERAL)
     forward_sm90short(const __grid_constant__ args a)
 {
@@ -36,28 +36,27 @@ __global__ void __launch_bounds__(SHORT_THREADS, (N + LAST > 192 ? 3 : 4) - GENE
     auto &room = *(forward_room<N + LAST> *)memory;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i0 = blockIdx.y * SHORT_OWN;
     let_next_start();
-    if (GENERAL || is_ragged(a))
-        wait_for_last();
+    wait_where_needed<GENERAL>(a);
     const span s = span_of(a, own_sequence(a));
     if (i0 >= s.rows)
         return;
     const head x = head_of(a, s, own_head(a));
     const int hk = a.G == 1 ? x.h : x.hk, row = i0 + warp * 16 + lane / 4; /* a division takes its time */
-    const meeting see = meet<false, GENERAL>(a, s, i0, min(i0 + SHORT_OWN, s.rows));
+    const meeting see = meet<false, STEPS>(a, s, i0, min(i0 + SHORT_OWN, s.rows));
     const int first = see.first & ~7;
     const source q = query_rows<T>(a.q, s, x.h, s.rows - 1, a.D);
     const source k = key_rows<T>(a, a.k, s, hk, see.last - 1, a.D);
     const source v = key_rows<T>(a, a.v, s, hk, see.last - 1, a.Dv);
     wait_for_last(q.first, k.first, v.first);
     copy_rows(room.Q, q, i0, SHORT_OWN);
-    copy_rows(room.K, k, first, N);
+    copy_rows<true>(room.K, k, first, N);
     commit_copies();
-    copy_rows(room.V, v, first, N);
+    copy_rows<true>(room.V, v, first, N);
     commit_copies();
     if (LAST) {
-        copy_rows(room.K + N * 128, k, first + N, LAST);
+        copy_rows<true>(room.K + N * 128, k, first + N, LAST);
         commit_copies();
-        copy_rows(room.V + N * 128, v, first + N, LAST);
+        copy_rows<true>(room.V + N * 128, v, first + N, LAST);
         commit_copies();
     }
     const float scale = GENERAL ? 1.0f : a.scale, c = fmaxf(fminf(scale * LOG2E, 3e38f), 1.2e-38f);
@@ -67,6 +66,10 @@ __global__ void __launch_bounds__(SHORT_THREADS, (N + LAST > 192 ? 3 : 4) - GENE
                                   constexpr int M = decltype(size)::value;
                                   const int n0 = first + met, pending = LAST && !met ? 2 : 0;
                                   float S[M / 2];
+                                  query_scores<M> t = { S, row, n0 + lane % 4 * 8 };
+                                  query_terms<T, M> terms;
+                                  if (GENERAL)
+                                      terms.ask(a, s, x, t);
                                   wait_for_tiles(pending + 1);
                                   wgmma_fence();
                                   multiply_rows<T, 64, SHORT_OWN, M>(S, tile_at(shared_address(room.Q)),
@@ -74,9 +77,10 @@ __global__ void __launch_bounds__(SHORT_THREADS, (N + LAST > 192 ? 3 : 4) - GENE
                                   wgmma_commit();
                                   wait_for_tiles(pending);
                                   wgmma_wait<0>();
-                                  query_scores<M> t = { S, row, n0 + lane % 4 * 2 };
                                   const bool whole = n0 >= see.inside && n0 + M <= see.outside;
-                                  find_scores<GENERAL>(t, a, s, x, whole);
+                                  if (GENERAL)
+                                      terms.score(t, a, s, x);
+                                  hide_band<STEPS>(t, a, s, whole);
                                   float rescale[2];
                                   softmax_step(t, m, l, rescale, c);
                                   if (LAST && met)
@@ -123,10 +127,12 @@ __global__ void __launch_bounds__(SHORT_THREADS, (N + LAST > 192 ? 3 : 4) - GENE
 
 template <class T, int N, int LAST> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
-    const bool general = is_general(a) || a.sink.data;
+    const auto kernel = has_steps(a)                   ? forward_sm90short<T, N, LAST, true, true>
+                        : is_general(a) || a.sink.data ? forward_sm90short<T, N, LAST, true, false>
+                                                       : forward_sm90short<T, N, LAST, false, false>;
     const dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
-    return launch_early(general ? forward_sm90short<T, N, LAST, true> : forward_sm90short<T, N, LAST, false>, grid,
-                        dim3(SHORT_THREADS), room_for_one(sizeof(forward_room<N + LAST>), grid, plan), plan, x, a);
+    return launch_early(kernel, grid, dim3(SHORT_THREADS), room_for_one(sizeof(forward_room<N + LAST>), grid, plan),
+                        plan, x, a);
 }
 
 template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
