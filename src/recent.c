@@ -36,7 +36,9 @@ typedef struct kept {
     int threads;
     heed_pass pass;
     heed_call call;
-    int64_t low[TENSORS], high[TENSORS]; /* equal: the tensor is not there, or has no element */
+    int there, written;      /* how many tensors have an element, and how many of them are results */
+    uint8_t tensor[TENSORS]; /* which: results first */
+    int64_t low[TENSORS], high[TENSORS];
 } kept;
 
 typedef struct memory {
@@ -71,10 +73,14 @@ static int alike(const void *address, const void *other)
     return !address == !other && !(((uintptr_t)address ^ (uintptr_t)other) % 16);
 }
 
+_Static_assert(offsetof(heed_tensor, stride) == offsetof(heed_tensor, shape) + sizeof(int64_t[4]),
+               "the shape and the stride of a tensor are compared in one");
+
 static int same_tensor(const heed_tensor *t, const heed_tensor *u)
 {
-    return alike(t->data, u->data) && t->dtype == u->dtype && !memcmp(t->shape, u->shape, sizeof t->shape) &&
-           !memcmp(t->stride, u->stride, sizeof t->stride);
+    const size_t shape = offsetof(heed_tensor, shape);
+    return alike(t->data, u->data) && t->dtype == u->dtype &&
+           !memcmp((const char *)t + shape, (const char *)u + shape, sizeof t->shape + sizeof t->stride);
 }
 
 /* Field by field, as the bytes between the fields may be anything. */
@@ -129,19 +135,15 @@ static void put_addresses(heed_problem *p, const heed_attention *a, const heed_g
 static int may_overlap(kept *k)
 {
     heed_problem *p = &k->call.problem;
-    const int first = range_of[p->pass].first, results = range_of[p->pass].results;
     uintptr_t begin[TENSORS], end[TENSORS];
-    int there = 0, written = 0, overlap = 0;
-    for (int n = first; n < range_of[p->pass].end; n++) {
-        uintptr_t data = (uintptr_t)tensor_at(&p->a, &p->g, n)->data;
-        begin[there] = data + (uintptr_t)k->low[n], end[there] = data + (uintptr_t)k->high[n];
-        there += k->low[n] != k->high[n];
-        written += n < first + results && k->low[n] != k->high[n];
+    for (int i = 0; i < k->there; i++) {
+        const uintptr_t data = (uintptr_t)tensor_at(&p->a, &p->g, k->tensor[i])->data;
+        begin[i] = data + (uintptr_t)k->low[i], end[i] = data + (uintptr_t)k->high[i];
+        for (int j = 0; j < i && j < k->written; j++)
+            if (begin[j] < end[i] && begin[i] < end[j])
+                return 1;
     }
-    for (int i = 0; i < written; i++)
-        for (int j = i + 1; j < there; j++)
-            overlap |= begin[i] < end[j] && begin[j] < end[i];
-    return overlap;
+    return 0;
 }
 
 heed_call *heed_recall(const heed_attention *a, const heed_gradient *g, const heed_exec *x)
@@ -168,11 +170,16 @@ void heed_remember(const heed_attention *a, const heed_gradient *g, const heed_e
     k->a = *a, k->x = *x, k->threads = threads_of(x), k->call = *call;
     if (g)
         k->g = *g;
+    k->there = k->written = 0;
     for (int n = range_of[k->pass].first; n < range_of[k->pass].end; n++) {
         const heed_tensor *t = tensor_at(&k->call.problem.a, &k->call.problem.g, n);
         uintptr_t begin = 0, end = 0;
-        if (t->data && heed_elements(t) > 0)
-            heed_addresses(t, &begin, &end);
-        k->low[n] = (int64_t)(begin - (uintptr_t)t->data), k->high[n] = (int64_t)(end - (uintptr_t)t->data);
+        if (!t->data || heed_elements(t) == 0)
+            continue;
+        heed_addresses(t, &begin, &end);
+        k->low[k->there] = (int64_t)(begin - (uintptr_t)t->data);
+        k->high[k->there] = (int64_t)(end - (uintptr_t)t->data);
+        k->tensor[k->there++] = (uint8_t)n;
+        k->written += n < range_of[k->pass].first + range_of[k->pass].results;
     }
 }

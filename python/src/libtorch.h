@@ -26,10 +26,17 @@ extern struct libtorch {
     int32_t (*part_of)(void *tensor, int64_t offset, int32_t dtype, int64_t ndim, const int64_t *shape,
                        const int64_t *stride, void **part); /* the same memory from that byte on, unseen by autograd */
     int32_t (*data_of)(void *tensor, void **data);
+    int32_t (*layout_of)(void *tensor, int32_t *layout);
+    int32_t (*ndim_of)(void *tensor, int64_t *ndim);
+    int32_t (*shape_of)(void *tensor, int64_t **shape);
+    int32_t (*stride_of)(void *tensor, int64_t **stride);
+    int32_t (*dtype_of)(void *tensor, int32_t *dtype);
+    int32_t (*device_type_of)(void *tensor, int32_t *type);
+    int32_t (*device_of)(void *tensor, int32_t *device);
     int32_t (*delete_tensor)(void *tensor);
     int32_t (*to_python)(void *tensor, void *type, void **object); /* 2.14 and later */
     bool (*grad_enabled)(void);
-    int32_t f32, f64, f16, bf16, u8, cpu, cuda; /* its numbers for dtypes and devices */
+    int32_t f32, f64, f16, bf16, u8, cpu, cuda, strided; /* its numbers for dtypes, devices and layouts */
     /* C++, by names that hold the types of the arguments. */
     PyObject *(*wrap)(const void *tensor);                   /* THPVariable_Wrap(const at::TensorBase &) */
     bool (*autocast_enabled)(int8_t device_type);            /* at::autocast::is_autocast_enabled(c10::DeviceType) */
@@ -37,8 +44,14 @@ extern struct libtorch {
     const struct libtorch_vector *(*functorch_layers)(void); /* at::functorch::getDynamicLayerStack() */
     const struct libtorch_deque *(*saved_hooks)(void); /* at::SavedTensorDefaultHooks::get_tls_state(): its first */
     bool (*forward_levels)(void);                      /* torch::autograd::ForwardADLevel::has_any_level() */
+    bool (*requires_grad)(const void *impl);           /* c10::TensorImpl::requires_grad() const */
     bool makes_tensors;                                /* all that it takes is there */
+    size_t tensor_at; /* where the at::Tensor is in Python's object for a tensor, in bytes; 0: that is not known, or a
+                         function is missing that asks a tensor about itself */
 } libtorch;
+
+/* The at::Tensor of a Python tensor, which stays its owner; only where tensor_at is not 0. */
+static inline void *libtorch_tensor(PyObject *object) { return (char *)object + libtorch.tensor_at; }
 
 void libtorch_find(void);
 

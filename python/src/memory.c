@@ -140,12 +140,13 @@ PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data)
     return result;
 }
 
-enum { SMALL = 1 << 20, TOGETHER = 16 << 20 }; /* bytes: of hidden memory and what is seen of it; of several tensors */
-enum { ALIGNED = 256 };                        /* what starts at such a multiple suits every kernel */
+enum { SMALL = 1 << 20 };                                    /* bytes: of hidden memory and what is seen of it */
+enum { TOGETHER = 64 << 10, TOGETHER_ON_DEVICE = 16 << 20 }; /* of several tensors: a GPU's memory takes long to get */
+enum { ALIGNED = 256 };                                      /* what starts at such a multiple suits every kernel */
 
 static int64_t aligned_bytes_of(const form *f) { return (bytes_of(f) + ALIGNED - 1) / ALIGNED * ALIGNED; }
 
-/* One piece of a GPU's memory, as an at::Tensor of bytes. */
+/* One piece of memory, as an at::Tensor of bytes. */
 static void *new_piece(const view *v, int64_t bytes, void **base)
 {
     const form all = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .shape = { bytes }, .stride = { 1 } };
@@ -166,7 +167,7 @@ int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, v
     int64_t bytes = 0, offset = 0;
     for (int n = 0; n < count; n++)
         bytes += aligned_bytes_of(&f[n]);
-    const int fits = v->device.type == DL_CUDA && of_exchange(like) && bytes <= TOGETHER;
+    const int fits = of_exchange(like) && bytes <= (v->device.type == DL_CUDA ? TOGETHER_ON_DEVICE : TOGETHER);
     void *base, *memory = fits ? new_piece(v, bytes, &base) : NULL;
     int done = 0;
     for (; memory && done < count && (made[done] = part_of_piece(memory, offset, &f[done])); done++) {

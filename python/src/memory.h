@@ -22,8 +22,8 @@ form memory_form_like(const view *v);
 /* A tensor on v's device, by the library of like, whose view is v. *data: where its memory is, if that is known already and
  * its strides are those asked for; else NULL. */
 PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data);
-/* Several in one piece of a GPU's memory, as to allocate there takes its time. Only where they are small: it is not free
- * before all of them are gone. -1: they were not made, and no exception is set. */
+/* Several in one piece of memory, as to allocate takes its time. Only where they are small: it is not free before all of
+ * them are gone. -1: they were not made, and no exception is set. */
 int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, void **data, PyObject **made);
 
 /* Memory that Python does not see: to make a tensor takes longer than to attend to a few rows. On a GPU it lies behind a

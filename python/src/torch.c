@@ -30,7 +30,7 @@ static const argument tensors[] = { ARG_Q,
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
 /* What goes from the autograd function's forward to its backward: the arguments, NULL for the tensors, which autograd keeps;
- * and lse, where it is hidden memory. */
+ * and lse, where it is hidden memory. Most arguments are defaults, which are never freed. */
 typedef struct pack {
     PyObject_HEAD PyObject *args[ARGUMENTS];
     heed_tensor lse;
@@ -41,8 +41,10 @@ PyObject *torch_backward_type;
 
 static void pack_free(PyObject *self)
 {
+    PyObject *const *args = ((pack *)self)->args;
     for (int n = 0; n < ARGUMENTS; n++)
-        Py_XDECREF(((pack *)self)->args[n]);
+        if (args[n] != call_defaults[n])
+            Py_XDECREF(args[n]);
     memory_drop(&((pack *)self)->hidden);
     PyObject_Free(self);
     Py_DECREF(pack_type);
@@ -136,6 +138,8 @@ static int requires_grad(PyObject *object)
 {
     if (object == Py_None)
         return 0;
+    if (libtorch.tensor_at && libtorch.requires_grad)
+        return libtorch.requires_grad(*(void **)libtorch_tensor(object));
     PyObject *answer = ask_requires_grad(requires_grad_of, object, (PyObject *)Py_TYPE(object));
     Py_XDECREF(answer);
     return answer != Py_False;
@@ -178,7 +182,7 @@ static int has_saved_hooks(void)
     return !hooks || hooks->begin[0] != hooks->end[0];
 }
 
-/* Tensors, not of a subclass, and no autocast, tracing or dispatch mode that would have to see the operation. */
+/* Tensors, not of a subclass, and no autocast, tracing, transform or mode that would have to see the operation. */
 static int is_ordinary(PyObject *const *args)
 {
     if (!view_exchange || !is_plain(args[ARG_Q]) || !is_plain(args[ARG_K]) || !is_plain(args[ARG_V]))
@@ -188,7 +192,7 @@ static int is_ordinary(PyObject *const *args)
             return 0;
     if (args[ARG_ALIBI_SLOPES] != Py_None && requires_grad(args[ARG_ALIBI_SLOPES]))
         return 0;
-    return !has_modes() && !has_tangents();
+    return !has_modes() && !has_tangents() && !has_transforms();
 }
 
 static int needs_autograd(PyObject *const *args)
@@ -298,10 +302,7 @@ PyObject *torch_quick(PyObject *return_lse, PyObject *const *args)
     if (!is_ordinary(args))
         return NULL;
     not_understood = 0;
-    if (!needs_autograd(args))
-        result = without_autograd(return_lse, args);
-    else if (!has_transforms())
-        result = with_autograd(return_lse, args);
+    result = needs_autograd(args) ? with_autograd(return_lse, args) : without_autograd(return_lse, args);
     if (!result && not_understood)
         PyErr_Clear();
     return result;
@@ -341,7 +342,8 @@ static int remember(PyObject *ctx, const request *r, pack *others, PyObject *o, 
             others->args[tensors[n]] = NULL;
         }
     for (int n = 0; n < ARGUMENTS; n++)
-        Py_XINCREF(others->args[n]);
+        if (others->args[n] != call_defaults[n])
+            Py_XINCREF(others->args[n]);
     PyObject *tuple = PyTuple_New(count);
     for (int n = 0; tuple && n < count; n++) {
         Py_INCREF(kept[n]);

@@ -1,5 +1,5 @@
-/* Tensors of any library, seen as memory: PyTorch's through DLPack's C functions, others through the buffer protocol or
- * __dlpack__. */
+/* Tensors of any library, seen as memory: PyTorch's through its own C functions or DLPack's, others through the buffer
+ * protocol or __dlpack__. */
 #ifndef HEED_VIEW_H
 #define HEED_VIEW_H
 

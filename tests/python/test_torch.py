@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import resource
 import subprocess
@@ -528,6 +529,24 @@ def test_data_parallel_training(device, way):
     finally:
         dist.destroy_process_group()
     same(got, want)
+
+
+def test_tensors_that_python_let_go_and_took_back(device):
+    """What Python's object for a tensor holds is read directly; PyTorch keeps the object or makes another."""
+    held, (q, k, v) = qkv(device), qkv(device, grad=False)
+    want = heed.attention(q, k, v)
+    for leaf, t in zip(held, (q, k, v), strict=True):
+        leaf.grad = t.clone()
+        leaf.grad.mark = "kept"  # an attribute keeps the object alive while only PyTorch holds the tensor
+    for _ in range(3):
+        gc.collect()
+        assert held[0].grad.mark == "kept"
+        same([heed.attention(*(leaf.grad for leaf in held))], [want])
+    parts = torch.stack((q, q, q)).unbind(0)
+    same([heed.attention(parts[1], k, v)], [want])
+    swapped = q.clone()
+    swapped.data = k
+    same([heed.attention(swapped, k, v)], [heed.attention(k, k, v)])
 
 
 def test_old_ways_in_give_the_same_bits(device):
