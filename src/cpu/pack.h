@@ -143,10 +143,12 @@ static void row_to_units(float *row, int64_t from, int64_t to)
 }
 
 /* Whether floats in rows, step bytes apart, are worth a copy that is read `uses` times. Those of one head among many often
- * begin at multiples of a large power of two, and so crowd into a few sets of the first cache. */
-static inline int are_crowded(int64_t step, int64_t dim, int64_t uses)
+ * begin at multiples of a large power of two, and so crowd into a few sets of the first cache. Unsigned: the step of a single
+ * row may be any number. */
+static inline int are_crowded(uint64_t step, int64_t dim, int64_t uses)
 {
-    return step != dim * (int64_t)sizeof(float) && HEED_MIN(step & -step, 4096) * uses >= 1 << 20;
+    const uint64_t apart = HEED_MIN(step & (~step + 1), 4096); /* its largest power of two */
+    return step != (uint64_t)dim * sizeof(float) && apart && uses >= (int64_t)((1 << 20) / apart);
 }
 
 /* Rows as a left factor: where they lie if their elements are units already, else copied to `room`, ld units apart. */
@@ -155,7 +157,7 @@ static left left_rows(const source *x, int64_t first, int64_t last, float *room,
     const heed_tensor *t = x->t;
     if (t->stride[3] == 1 && t->dtype == (PER_UNIT == 1 ? HEED_F32 : HEED_BF16) && x->dim % PER_UNIT == 0 &&
         x->spacing % PER_UNIT == 0 && (uintptr_t)source_row(x, first) % sizeof(float) == 0 &&
-        (PER_UNIT == 2 || !are_crowded(x->step, x->dim, x->p->Sk)))
+        (PER_UNIT == 2 || !are_crowded((uint64_t)x->step, x->dim, x->p->Sk)))
         return (left){ (const float *)(const void *)source_row(x, first), x->spacing / PER_UNIT, 0 };
     for (int64_t n = first; n < last; n++)
         unit_row(room + (n - first) * ld, x, n);
@@ -236,7 +238,7 @@ static void pack_stacked(float *to, const source *x, int64_t first, int64_t last
 static int usable_in_place(const heed_problem *p, const heed_tensor *t, int64_t dim, int64_t step, int64_t uses)
 {
     return PER_UNIT == 1 && t->dtype == HEED_F32 && t->stride[3] == 1 && dim % W == 0 && !p->page &&
-           !are_crowded(t->stride[2] * step * (int64_t)sizeof(float), dim, uses);
+           !are_crowded((uint64_t)t->stride[2] * (uint64_t)step * sizeof(float), dim, uses);
 }
 
 /* Rows [first, last) as a right factor: where they lie, or stacked in `room`. */
