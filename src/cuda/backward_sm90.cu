@@ -361,7 +361,8 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
         job->counter = t.terms.counters;
         job->tiles = keys.tiles, job->count = job->tiles * heads;
-        const int64_t met = (int64_t)a.Sq * a.G * (a.D + a.Dv) * 2; /* bytes of Q and dO; sums of dQ want room, too */
+        /* Bytes of Q and dO; sums of dQ want room, too. Who works on a long head is in about the same half of it. */
+        const int64_t met = (int64_t)(all ? HEED_MIN(a.Sq, HEED_MAX(2048, a.Sq / 2)) : a.Sq) * a.G * (a.D + a.Dv) * 2;
         job->together = heed_sm90_heads_together(a, heads, all ? met + met / 2 : met);
         if (all) /* that the tiles of a head follow each other, as they take turns, and do not all start at once */
             job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
