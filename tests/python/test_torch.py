@@ -35,7 +35,7 @@ def qkv(device, S=9, T=11, grad=True, dtype=torch.float32):
 def same(a, b, tolerance=0.0):
     for x, y in zip(a, b, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
-        assert torch.allclose(x, y, rtol=0, atol=tolerance), (x - y).abs().max()
+        assert torch.allclose(x, y, rtol=tolerance, atol=tolerance), (x - y).abs().max()
 
 
 def gradients(f, inputs):
