@@ -8,7 +8,7 @@ import sys
 
 import heed
 import torch
-from heed.bench import milliseconds
+from heed.bench import milliseconds_in_turns
 from model import NaiveStridedAttention, Transformer
 
 #         name      layers width heads batch tokens stride
@@ -80,14 +80,12 @@ def attention_times(size, device, backward):
     qkv = torch.randn(batch, tokens, 3, heads, width // heads, device=device).permute(2, 0, 3, 1, 4)
     q, k, v = (t.requires_grad_(backward) for t in qkv)
     d_o = torch.randn(batch, heads, tokens, width // heads, device=device)
-    times = []
-    for attention in NaiveStridedAttention(stride), heed.CustomStridedAttention(stride):
-        def call():
-            o = attention(q, k, v)
-            return torch.autograd.grad(o, (q, k, v), d_o) if backward else o
 
-        times.append(milliseconds(call, torch.device(device), budget_ms=200, queued=False))
-    return times
+    def call_of(attention):
+        return lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), d_o) if backward else attention(q, k, v)
+
+    calls = [call_of(attention) for attention in (NaiveStridedAttention(stride), heed.CustomStridedAttention(stride))]
+    return milliseconds_in_turns(calls, torch.device(device), budget_ms=200, queued=False)
 
 
 def model_times(size, device):
@@ -98,7 +96,8 @@ def model_times(size, device):
         loss = model(tokens).float().logsumexp(-1).mean()
         return torch.autograd.grad(loss, list(model.parameters()))
 
-    return [milliseconds(lambda: step(model), torch.device(device), budget_ms=200, queued=False) for model in pair]
+    calls = [lambda model=model: step(model) for model in pair]
+    return milliseconds_in_turns(calls, torch.device(device), budget_ms=200, queued=False)
 
 
 def benchmark(device, quick):

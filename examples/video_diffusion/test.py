@@ -9,7 +9,7 @@ import sys
 import heed
 import torch
 from block import SpatioTemporalBlock, plain_attention
-from heed.bench import milliseconds, peak_bytes
+from heed.bench import milliseconds_in_turns, peak_bytes
 
 SHAPES = [(2, 8, 64, 64), (4, 12, 128, 64), (2, 16, 256, 64), (2, 8, 77, 64)]  # batch, heads, seq, head_dim
 EXPECTED = 2.0  # how many times faster, at least, on a GPU
@@ -151,7 +151,7 @@ def performance(device):
             for name, pair in zip(("forward", "forward + backward"), pairs):
                 text, ratios = "", []
                 for _, queued in clocks:
-                    plain, ours = (1e3 * milliseconds(call, where, queued=queued) for call in pair)
+                    plain, ours = (1e3 * ms for ms in milliseconds_in_turns(pair, where, queued=queued))
                     ratios.append(plain / ours)
                     text += f"{plain:12.1f} {ours:8.1f} {plain / ours:5.1f}x"
                 slow += ratios[0] < EXPECTED

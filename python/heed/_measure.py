@@ -11,11 +11,17 @@ import torch
 
 def milliseconds(call, device, budget_ms=100.0, queued=True):
     """The median time of one call. On the GPU, queued: the GPU's time alone, as calls queue up behind a waiting kernel and
-    what the CPU needs to issue them is not counted. Not queued: the time of one of many calls in a row, whoever is slower."""
+    what the CPU needs to issue them is not counted. Not queued: the time of one of many calls in a row, whoever is slower; of
+    several such rows the quickest, as what else the CPU does only adds to it."""
+    return milliseconds_in_turns([call], device, budget_ms, queued)[0]
+
+
+def milliseconds_in_turns(calls, device, budget_ms=100.0, queued=True):
+    """The same for several calls, each with that budget. They take turns: what else the machine does meets all."""
     if device.type != "cuda":
-        return _cpu_ms(call, budget_ms)
+        return _cpu_ms(calls, budget_ms)
     with torch.cuda.device(device):
-        return _cuda_ms(call, budget_ms, queued)
+        return _cuda_ms(calls, budget_ms, queued)
 
 
 def peak_bytes(call, device):
@@ -56,26 +62,29 @@ def calls_us(calls, device, bursts=30, burst=20):
     return {name: (min(us), statistics.median(us)) for name, us in samples.items()}
 
 
-def _cpu_ms(call, budget_ms):
+def _cpu_ms(calls, budget_ms):
     clock = time.perf_counter
-    call()
-    start = clock()
-    call()
-    once = max(clock() - start, 1e-7)
-    batch = max(1, round(5e-4 / once))
-    samples, end = [], clock() + budget_ms / 1e3
-    while len(samples) < 3 or clock() < end:
+
+    def seconds(call, count):
         start = clock()
-        for _ in range(batch):
+        for _ in range(count):
             call()
-        samples.append((clock() - start) / batch)
-    return statistics.median(samples) * 1e3
+        return max((clock() - start) / count, 1e-7)
+
+    for call in calls:
+        call()
+    counts = [max(1, round(5e-4 / seconds(call, 1))) for call in calls]
+    samples, end = [], clock() + len(calls) * budget_ms / 1e3
+    while len(samples) < 3 or clock() < end:
+        samples.append([seconds(*one) for one in zip(calls, counts)])
+    return [statistics.median(of_one) * 1e3 for of_one in zip(*samples)]
 
 
-def _cuda_ms(call, budget_ms, queued, rounds=5):
+def _cuda_ms(calls, budget_ms, queued):
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    rounds, of_all = (5, statistics.median) if queued else (15, min)
 
-    def run(count, wait_s):
+    def run(call, count, wait_s):
         if queued:
             torch.cuda._sleep(int(wait_s * 2e9))  # clock cycles
         issued = time.perf_counter()
@@ -87,12 +96,15 @@ def _cuda_ms(call, budget_ms, queued, rounds=5):
         torch.cuda.synchronize()
         return start.elapsed_time(end) / count, issued
 
-    call()
-    torch.cuda.synchronize()
-    once, issued = run(1, 0.0)
-    count = max(1, min(20, int(budget_ms / rounds / max(once, 1e-3))))
-    wait = min(0.05, 1.5 * issued * count)
-    return statistics.median(run(count, wait)[0] for _ in range(rounds))
+    plans = []
+    for call in calls:
+        call()
+        torch.cuda.synchronize()
+        once, issued = run(call, 1, 0.0)
+        count = max(1, min(20, int(budget_ms / rounds / max(once, 1e-3))))
+        plans.append((call, count, min(0.05, 1.5 * issued * count)))
+    samples = [[run(*plan)[0] for plan in plans] for _ in range(rounds)]
+    return [of_all(of_one) for of_one in zip(*samples)]
 
 
 def _resident(field, reset=False):
