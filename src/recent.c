@@ -22,6 +22,9 @@ enum { FIRST_OF_FORWARD = 5, END_OF_FORWARD = 14 };
 static const size_t tensors[TENSORS] = { G(d_q),   G(d_k),  G(d_v), G(d_bias), G(d_sink), A(o),
                                          A(lse),   A(q),    A(k),   A(v),      A(mask),   A(bias),
                                          A(alibi), A(sink), G(d_o), G(d_lse),  G(delta) };
+/* Those of which nothing is asked where they are not there. */
+static const unsigned optional = 1 << 3 | 1 << 4 | 0xFu << 10 |
+                                 3u << 15; /* d_bias, d_sink; mask to sink; d_lse, delta */
 static const struct {
     int first, results, end;
 } range_of[] = { [HEED_FORWARD] = { FIRST_OF_FORWARD, 2, END_OF_FORWARD }, [HEED_BACKWARD] = { 0, 5, TENSORS } };
@@ -43,7 +46,7 @@ typedef struct kept {
 
 typedef struct memory {
     kept calls[KEPT];
-    int used, next;
+    int used, next, last; /* how many there are; which is replaced next; which was found or made last */
 } memory;
 
 static _Thread_local memory recent;
@@ -113,9 +116,11 @@ static int same_call(kept *k, const heed_attention *a, const heed_gradient *g, c
     if (k->pass != pass || !same_exec(k, x, threads) || !same_options(&k->a, a) ||
         (g && k->g.accumulate != g->accumulate))
         return 0;
-    for (int n = range_of[pass].first; n < range_of[pass].end; n++)
-        if (!same_tensor(tensor_at(&k->a, &k->g, n), tensor_at((heed_attention *)a, (heed_gradient *)g, n)))
+    for (int n = range_of[pass].first; n < range_of[pass].end; n++) {
+        const heed_tensor *t = tensor_at(&k->a, &k->g, n), *u = tensor_at((heed_attention *)a, (heed_gradient *)g, n);
+        if (!(optional >> n & 1 && !t->data && !u->data) && !same_tensor(t, u))
             return 0;
+    }
     return 1;
 }
 
@@ -152,11 +157,14 @@ heed_call *heed_recall(const heed_attention *a, const heed_gradient *g, const he
     if (!a || !x || x->threads < 0 || !m->used)
         return NULL;
     const int threads = threads_of(x);
-    for (kept *k = m->calls; k < m->calls + m->used; k++)
-        if (same_call(k, a, g, x, threads)) {
-            put_addresses(&k->call.problem, a, g);
-            return may_overlap(k) ? NULL : &k->call;
-        }
+    for (int n = 0, i = m->last; n < m->used; n++, i = i + 1 < m->used ? i + 1 : 0) {
+        kept *k = &m->calls[i];
+        if (!same_call(k, a, g, x, threads))
+            continue;
+        m->last = i;
+        put_addresses(&k->call.problem, a, g);
+        return may_overlap(k) ? NULL : &k->call;
+    }
     return NULL;
 }
 
@@ -164,6 +172,7 @@ void heed_remember(const heed_attention *a, const heed_gradient *g, const heed_e
 {
     memory *m = &recent;
     kept *k = &m->calls[m->next];
+    m->last = m->next;
     m->next = (m->next + 1) % KEPT;
     m->used = HEED_MAX(m->used, m->next ? m->next : KEPT);
     k->pass = g ? HEED_BACKWARD : HEED_FORWARD;

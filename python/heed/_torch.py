@@ -121,8 +121,7 @@ def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tu
 # ---- Autograd ----------------------------------------------------------------------------------------------------------
 
 
-_AT_HAND: dict[str, Any] = {}  # of _Attention: what PyTorch asks for in each call
-_QuickClass: Any = _C.quick_class(type(torch.autograd.Function), _AT_HAND)
+_QuickClass: Any = _C.quick_class(type(torch.autograd.Function))
 
 
 class _Attention(torch.autograd.Function, metaclass=_QuickClass):
@@ -141,7 +140,7 @@ class _AttentionBackward(_C.Backward, _Attention._backward_cls):  # type: ignore
 
 _Attention._backward_cls = _AttentionBackward
 for _name in ("setup_context", "_backward_cls", "clear_saved_tensors_on_access", "boxed_grads_call", "forward"):
-    _AT_HAND[_name] = getattr(_Attention, _name)
+    _C.keep_at_hand(_name, getattr(_Attention, _name))  # PyTorch asks for them in each call
 
 
 def _backward_otherwise(ctx: Any, do: Any, dlse: Any) -> Any:
@@ -162,10 +161,10 @@ _C.use_torch(
     getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     (torch.empty_strided, _DTYPES),
     (torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
-    torch._C.TensorBase.requires_grad,
     vars(torch.autograd.forward_ad),
     torch._C._are_functorch_transforms_active,
     super(torch.autograd.Function, _Attention).apply,  # without the Python around it: the extension asks for functorch
+    _AttentionBackward,
     _backward_otherwise,
 )
 _api._compiling = torch.compiler.is_dynamo_compiling

@@ -60,6 +60,7 @@ void libtorch_find(void)
         { &libtorch.to_python, "torch_tensor_to_pyobject" },
         { &libtorch.grad_enabled, "aoti_torch_grad_mode_is_enabled" },
         { &libtorch.wrap, "_Z16THPVariable_WrapRKN2at10TensorBaseE" },
+        { &libtorch.wrap_last, "_Z16THPVariable_WrapON2at10TensorBaseE" },
         { &libtorch.autocast_enabled, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE" },
         { &libtorch.dispatch_modes, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv" },
         { &libtorch.functorch_layers, "_ZN2at9functorch20getDynamicLayerStackEv" },
@@ -82,4 +83,6 @@ void libtorch_find(void)
                              libtorch.f16 >= 0 && libtorch.bf16 >= 0 && libtorch.u8 >= 0 && libtorch.cpu >= 0 &&
                              libtorch.cuda >= 0;
     libtorch.tensor_at = find_tensor();
+    if (!libtorch.wrap_last)
+        *(void **)&libtorch.wrap_last = *(void **)&libtorch.wrap;
 }

@@ -38,7 +38,8 @@ extern struct libtorch {
     bool (*grad_enabled)(void);
     int32_t f32, f64, f16, bf16, u8, cpu, cuda, strided; /* its numbers for dtypes, devices and layouts */
     /* C++, by names that hold the types of the arguments. */
-    PyObject *(*wrap)(const void *tensor);                   /* THPVariable_Wrap(const at::TensorBase &) */
+    PyObject *(*wrap)(const void *tensor); /* THPVariable_Wrap(const at::TensorBase &) */
+    PyObject *(*wrap_last)(void *tensor); /* the same of (at::TensorBase &&): the reference goes to Python, uncounted */
     bool (*autocast_enabled)(int8_t device_type);            /* at::autocast::is_autocast_enabled(c10::DeviceType) */
     int64_t (*dispatch_modes)(void);                         /* c10::impl::TorchDispatchModeTLS::stack_len() */
     const struct libtorch_vector *(*functorch_layers)(void); /* at::functorch::getDynamicLayerStack() */

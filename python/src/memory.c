@@ -37,8 +37,8 @@ static void *new_tensor(const view *v, const form *f, void **data)
 static PyObject *to_object(void *tensor)
 {
     void *object = NULL;
-    if (libtorch.wrap)
-        object = libtorch.wrap(tensor);
+    if (libtorch.wrap_last)
+        object = libtorch.wrap_last(tensor);
     else if (libtorch.to_python(tensor, NULL, &object))
         object = NULL;
     libtorch.delete_tensor(tensor);

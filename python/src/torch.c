@@ -7,11 +7,35 @@
 PyObject *torch_otherwise;
 static PyObject *apply, *backward_otherwise, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast,
     *forward_ad;
-static PyObject *s_current_level, *s_to_save, *s_saved_tensors, *s_needs_input_grad, *s_options, *s_materialize_grads;
+static PyObject *s_current_level;
 
-/* The descriptor of Tensor.requires_grad and how it is asked: quicker than to look for it in the type each time. */
-static PyObject *requires_grad_of;
-static PyObject *(*ask_requires_grad)(PyObject *descriptor, PyObject *object, PyObject *type);
+/* An attribute of every object of a type, and how it is asked and set: quicker than to look for it in the type each time. */
+typedef struct attribute {
+    PyObject *descriptor;
+    descrgetfunc get;
+    descrsetfunc set;
+} attribute;
+static attribute requires_grad_of;                                                     /* a tensor's */
+static attribute to_save, saved_tensors, needs_input_grad, materialize_grads, options; /* a context's */
+
+static int find_attribute(PyObject *type, const char *name, attribute *a)
+{
+    if (!(a->descriptor = PyObject_GetAttrString(type, name)))
+        return -1;
+    *(void **)&a->get = PyType_GetSlot(Py_TYPE(a->descriptor), Py_tp_descr_get);
+    *(void **)&a->set = PyType_GetSlot(Py_TYPE(a->descriptor), Py_tp_descr_set);
+    if (a->get && a->set)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s: expected a descriptor", name);
+    return -1;
+}
+
+static PyObject *get(const attribute *a, PyObject *object)
+{
+    return a->get(a->descriptor, object, (PyObject *)Py_TYPE(object));
+}
+
+static int set(const attribute *a, PyObject *object, PyObject *value) { return a->set(a->descriptor, object, value); }
 
 static const argument differentiable[GRADIENTS] = { ARG_Q, ARG_K, ARG_V, ARG_BIAS, ARG_SINK };
 /* Those that are a tensor where they are given. */
@@ -29,10 +53,12 @@ static const argument tensors[] = { ARG_Q,
                                     ARG_DROPOUT_SEED };
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
-/* What goes from the autograd function's forward to its backward: the arguments, NULL for the tensors, which autograd keeps;
- * and lse, where it is hidden memory. Most arguments are defaults, which are never freed. */
+/* What goes from the autograd function's forward to its backward: the arguments that are not their defaults, but of the tensors
+ * only which they are, as autograd keeps them; and lse, where it is hidden memory. */
 typedef struct pack {
-    PyObject_HEAD PyObject *args[ARGUMENTS];
+    PyObject_HEAD int tensors, others;
+    uint8_t tensor[ARGUMENTS], other[ARGUMENTS];
+    PyObject *value[ARGUMENTS]; /* of the others */
     heed_tensor lse;
     memory_hidden hidden;
 } pack;
@@ -41,11 +67,10 @@ PyObject *torch_backward_type;
 
 static void pack_free(PyObject *self)
 {
-    PyObject *const *args = ((pack *)self)->args;
-    for (int n = 0; n < ARGUMENTS; n++)
-        if (args[n] != call_defaults[n])
-            Py_XDECREF(args[n]);
-    memory_drop(&((pack *)self)->hidden);
+    pack *p = (pack *)self;
+    for (int n = 0; n < p->others; n++)
+        Py_DECREF(p->value[n]);
+    memory_drop(&p->hidden);
     PyObject_Free(self);
     Py_DECREF(pack_type);
 }
@@ -54,7 +79,7 @@ static pack *new_pack(void)
 {
     pack *p = PyObject_New(pack, pack_type);
     if (p) {
-        memset(p->args, 0, sizeof p->args);
+        p->tensors = p->others = 0;
         p->hidden.data = p->hidden.owner = NULL;
     }
     return p;
@@ -64,20 +89,8 @@ static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t
 
 int torch_prepare(void)
 {
-    const struct {
-        PyObject **to;
-        const char *text;
-    } names[] = {
-        { &s_current_level, "_current_level" },
-        { &s_to_save, "to_save" },
-        { &s_saved_tensors, "saved_tensors" },
-        { &s_needs_input_grad, "needs_input_grad" },
-        { &s_options, "options" },
-        { &s_materialize_grads, "materialize_grads" },
-    };
-    for (size_t n = 0; n < sizeof names / sizeof *names; n++)
-        if (!(*names[n].to = PyUnicode_InternFromString(names[n].text)))
-            return -1;
+    if (!(s_current_level = PyUnicode_InternFromString("_current_level")))
+        return -1;
     PyType_Slot slots[] = { { Py_tp_dealloc, pack_free }, { 0, NULL } };
     PyType_Spec spec = { "heed._C.Arguments", sizeof(pack), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                          slots };
@@ -93,17 +106,18 @@ int torch_prepare(void)
 PyObject *torch_use(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *tensor, *parameter, *exchange;
+    PyObject *tensor, *parameter, *exchange, *context;
     if (!PyArg_ParseTuple(args, "OOO(OO)(OOO)OOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_strided,
-                          &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes, &autocast, &requires_grad_of,
-                          &forward_ad, &functorch_active, &apply, &backward_otherwise))
+                          &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes, &autocast, &forward_ad,
+                          &functorch_active, &apply, &context, &backward_otherwise))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
-    *(void **)&ask_requires_grad = PyType_GetSlot(Py_TYPE(requires_grad_of), Py_tp_descr_get);
-    if (!ask_requires_grad) {
-        PyErr_SetString(PyExc_TypeError, "requires_grad: expected a descriptor");
+    if (find_attribute(tensor, "requires_grad", &requires_grad_of) || find_attribute(context, "to_save", &to_save) ||
+        find_attribute(context, "saved_tensors", &saved_tensors) ||
+        find_attribute(context, "needs_input_grad", &needs_input_grad) ||
+        find_attribute(context, "materialize_grads", &materialize_grads) ||
+        find_attribute(context, "options", &options))
         return NULL;
-    }
     if (exchange == Py_None)
         Py_RETURN_NONE;
     const dl_exchange *table = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
@@ -140,7 +154,7 @@ static int requires_grad(PyObject *object)
         return 0;
     if (libtorch.tensor_at && libtorch.requires_grad)
         return libtorch.requires_grad(*(void **)libtorch_tensor(object));
-    PyObject *answer = ask_requires_grad(requires_grad_of, object, (PyObject *)Py_TYPE(object));
+    PyObject *answer = get(&requires_grad_of, object);
     Py_XDECREF(answer);
     return answer != Py_False;
 }
@@ -333,25 +347,28 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
  * stay in ctx.options. */
 static int remember(PyObject *ctx, const request *r, pack *others, PyObject *o, PyObject *lse)
 {
-    PyObject *kept[2 + TENSORS] = { o, lse };
+    PyObject *kept[2 + ARGUMENTS] = { o, lse };
     int count = lse ? 2 : 1;
-    memcpy(others->args, r->args, sizeof others->args);
-    for (int n = 0; n < TENSORS; n++)
-        if (is_plain(r->args[tensors[n]])) {
-            kept[count++] = r->args[tensors[n]];
-            others->args[tensors[n]] = NULL;
+    for (int n = 0; n < ARGUMENTS; n++) {
+        PyObject *value = r->args[n];
+        if (value == call_defaults[n])
+            continue;
+        if (is_plain(value)) {
+            kept[count++] = value;
+            others->tensor[others->tensors++] = (uint8_t)n;
+        } else {
+            Py_INCREF(value);
+            others->value[others->others] = value;
+            others->other[others->others++] = (uint8_t)n;
         }
-    for (int n = 0; n < ARGUMENTS; n++)
-        if (others->args[n] != call_defaults[n])
-            Py_XINCREF(others->args[n]);
+    }
     PyObject *tuple = PyTuple_New(count);
     for (int n = 0; tuple && n < count; n++) {
         Py_INCREF(kept[n]);
         PyTuple_SetItem(tuple, n, kept[n]);
     }
-    int bad = !tuple || PyObject_SetAttr(ctx, s_to_save, tuple) ||
-              PyObject_SetAttr(ctx, s_options, (PyObject *)others) ||
-              (r->return_lse && PyObject_SetAttr(ctx, s_materialize_grads, Py_False));
+    int bad = !tuple || set(&to_save, ctx, tuple) || set(&options, ctx, (PyObject *)others) ||
+              (r->return_lse && set(&materialize_grads, ctx, Py_False));
     Py_XDECREF(tuple);
     return bad;
 }
@@ -379,30 +396,62 @@ PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_
     return result;
 }
 
-/* A class of classes whose attributes are found in a dict first. PyTorch asks the autograd function for five of them in each
- * call, by names that it makes anew, which Python looks for in every base, and in those of the class's class before. */
-static PyObject *at_hand;
+/* A class of classes whose attributes are found in a short list first. PyTorch asks the autograd function for five of them in
+ * each call, by names that some versions make anew, which Python looks for in every base, and in those of the class's class
+ * before. */
+enum { AT_HAND = 8 };
+static struct {
+    PyObject *name, *value;
+    const char *text;
+    Py_ssize_t size;
+} at_hand[AT_HAND];
 static PyObject *(*get_attribute)(PyObject *type, PyObject *name);
 
 static PyObject *get_at_hand(PyObject *type, PyObject *name)
 {
-    PyObject *value = PyDict_GetItemWithError(at_hand, name);
-    if (value)
-        Py_INCREF(value);
-    return value || PyErr_Occurred() ? value : get_attribute(type, name);
+    int n = 0;
+    while (n < AT_HAND && at_hand[n].name != name)
+        n++;
+    if (n == AT_HAND) {
+        Py_ssize_t size;
+        const char *text = PyUnicode_AsUTF8AndSize(name, &size);
+        for (n = 0; text && n < AT_HAND && (at_hand[n].size != size || memcmp(at_hand[n].text, text, (size_t)size));)
+            n++;
+        if (!text || !at_hand[n % AT_HAND].name)
+            n = AT_HAND, PyErr_Clear();
+    }
+    if (n == AT_HAND)
+        return get_attribute(type, name);
+    Py_INCREF(at_hand[n].value);
+    return at_hand[n].value;
 }
 
-PyObject *torch_quick_class(PyObject *module, PyObject *p)
+PyObject *torch_quick_class(PyObject *module, PyObject *metaclass)
 {
     (void)module;
     PyType_Slot slots[] = { { Py_tp_getattro, get_at_hand }, { 0, NULL } };
     PyType_Spec spec = { "heed._C.QuickClass", 0, 0, Py_TPFLAGS_DEFAULT, slots };
-    PyObject *base;
-    if (!PyArg_ParseTuple(p, "O!O!", &PyType_Type, &base, &PyDict_Type, &at_hand))
-        return NULL;
-    Py_INCREF(at_hand); /* for good */
     *(void **)&get_attribute = PyType_GetSlot(&PyType_Type, Py_tp_getattro);
-    return PyType_FromSpecWithBases(&spec, base);
+    return PyType_FromSpecWithBases(&spec, metaclass);
+}
+
+PyObject *torch_keep_at_hand(PyObject *module, PyObject *p)
+{
+    (void)module;
+    PyObject *name, *value;
+    int n = 0;
+    if (!PyArg_ParseTuple(p, "UO", &name, &value))
+        return NULL;
+    while (n < AT_HAND && at_hand[n].name)
+        n++;
+    if (n == AT_HAND) {
+        PyErr_SetString(PyExc_ValueError, "keep_at_hand: there is no room for another");
+        return NULL;
+    }
+    Py_INCREF(p); /* and with it both of them, for good */
+    at_hand[n].text = PyUnicode_AsUTF8AndSize(name, &at_hand[n].size);
+    at_hand[n].name = name, at_hand[n].value = value;
+    Py_RETURN_NONE;
 }
 
 int torch_gradients(const torch_given *given, const int *wants, int in_one, PyObject *const *args, PyObject **made)
@@ -431,19 +480,20 @@ int torch_gradients(const torch_given *given, const int *wants, int in_one, PyOb
 /* What remember() kept, put together again. The references in args are borrowed from the other two, which are new. */
 static int recall(PyObject *ctx, PyObject **kept, pack **others, PyObject **args)
 {
-    *kept = PyObject_GetAttr(ctx, s_saved_tensors);
-    PyObject *options = *kept ? PyObject_GetAttr(ctx, s_options) : NULL;
-    if (!options || Py_TYPE(options) != pack_type) {
+    *kept = get(&saved_tensors, ctx);
+    PyObject *rest = *kept ? get(&options, ctx) : NULL;
+    if (!rest || Py_TYPE(rest) != pack_type) {
         Py_CLEAR(*kept);
-        Py_XDECREF(options);
+        Py_XDECREF(rest);
         return -1;
     }
-    *others = (pack *)options;
-    int next = (*others)->hidden.data ? 1 : 2;
-    memcpy(args, (*others)->args, ARGUMENTS * sizeof *args);
-    for (int n = 0; n < TENSORS; n++)
-        if (!args[tensors[n]])
-            args[tensors[n]] = PyTuple_GetItem(*kept, next++);
+    const pack *p = *others = (pack *)rest;
+    const int first = p->hidden.data ? 1 : 2; /* behind o and lse */
+    memcpy(args, call_defaults, ARGUMENTS * sizeof *args);
+    for (int n = 0; n < p->tensors; n++)
+        args[p->tensor[n]] = PyTuple_GetItem(*kept, first + n);
+    for (int n = 0; n < p->others; n++)
+        args[p->other[n]] = p->value[n];
     return 0;
 }
 
@@ -492,7 +542,7 @@ static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t
         given.hidden = &others->lse;
     else
         given.lse = PyTuple_GetItem(kept, 1);
-    PyObject *needs = PyObject_GetAttr(ctx, s_needs_input_grad);
+    PyObject *needs = get(&needs_input_grad, ctx);
     if (needs) {
         int inputs = (int)PyTuple_Size(needs), wants[GRADIENTS];
         for (int i = 0; i < GRADIENTS; i++)

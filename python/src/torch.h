@@ -26,8 +26,10 @@ PyObject *torch_apply(PyObject *module, PyObject *const *p, Py_ssize_t n);
 PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_t n);
 extern PyObject *torch_backward_type;
 
-/* quick_class(metaclass, dict): a metaclass of the same kind, whose one class has what is in the dict as attributes. */
-PyObject *torch_quick_class(PyObject *module, PyObject *p);
+/* quick_class(metaclass): a metaclass of the same kind; keep_at_hand(name, value): an attribute of its one class that is asked
+ * for in each call. */
+PyObject *torch_quick_class(PyObject *module, PyObject *metaclass);
+PyObject *torch_keep_at_hand(PyObject *module, PyObject *p);
 
 /* (o, lse, arguments) of the call that ctx remembers. */
 PyObject *torch_function_state(PyObject *module, PyObject *ctx);

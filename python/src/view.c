@@ -206,7 +206,7 @@ static int open_any(view *v, PyObject *object, const char *name, int writable)
 /* heed reads four strides of 0 as "packed": a single number expanded to a whole tensor has to be said otherwise. */
 static int all_strides_zero(const view *v)
 {
-    for (int d = 0; d < v->ndim; d++)
+    for (int d = v->ndim - 1; d >= 0; d--)
         if (v->shape[d] > 1 ? v->stride[d] != 0 : v->shape[d] == 0)
             return 0;
     return v->ndim > 0 && view_elements(v) > 1;
