@@ -1,18 +1,37 @@
 /* Forward for few rows and keys on Hopper, fp32 (exact_sm90.cuh): up to 256 with head sizes to 64, up to 192 with head sizes to
- * 128. A block takes 64 rows, and each of its warpgroups 64 keys; they agree on the largest score, and their sums are added at
- * the end, in order. */
+ * 128. A block takes 64 rows, and each of its warpgroups 64 keys, with maxima and sums of its own; what they have is added up
+ * at the end, in order. They share Q and the tensor core, which serves one after the other: while one has its Q K^T or P V,
+ * others wait for their keys, split them, or are at their exponentials. */
 #include "exact_sm90.cuh"
 
 template <int TILES> constexpr int MOST_GROUPS = (TILES == 1 ? HEED_SHORT : HEED_SHORT_WIDE) / 64;
 
 template <int TILES> struct alignas(1024) exact_room {
     exact_tile Q[TILES];
-    float most[MOST_GROUPS<1>][SHORT_OWN], sum[MOST_GROUPS<1>][SHORT_OWN], weight[SHORT_OWN]; /* of each row */
+    float most[MOST_GROUPS<1>][SHORT_OWN], sum[MOST_GROUPS<1>][SHORT_OWN]; /* of each row, of a group's keys */
+    float weight[MOST_GROUPS<1>][SHORT_OWN];                               /* of what a group has of the row */
+    float unit[MOST_GROUPS<1>];                                            /* of V, 1 or TINY */
+    uint64_t q_there;
 
     /* A group's K, when it is done with V, and at last O on its way out. */
     typedef exact_tile tiles[TILES];
     __device__ tiles &met(int group) { return ((tiles *)(this + 1))[group]; }
 };
+
+/* Barriers by name: all sums are there; the tensor core is a group's (from its number on); a group by itself. */
+enum { SUMS = 1, TURN = 2, GROUP = 8 };
+
+/* Waits for all of the group; whether it is so for all. */
+__device__ static bool all_of_group(int group, bool so)
+{
+    uint32_t all;
+    asm volatile("{\n.reg .pred mine, all;\nsetp.ne.u32 mine, %3, 0;\nbar.red.and.pred all, %1, %2, mine;\n"
+                 "selp.u32 %0, 1, 0, all;\n}"
+                 : "=r"(all)
+                 : "r"(GROUP + group), "n"(SHORT_THREADS), "r"((uint32_t)so)
+                 : "memory");
+    return all;
+}
 
 /* Four columns of a row of O on its way out. */
 __device__ static float4 &way_out(exact_tile &x, int row, int four)
@@ -32,6 +51,11 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     const int thread = threadIdx.x % SHORT_THREADS, lane = thread % 32, i0 = blockIdx.y * SHORT_OWN;
     const int group = __shfl_sync(~0u, threadIdx.x / SHORT_THREADS, 0);
     let_next_start();
+    if (threadIdx.x == 0) {
+        barrier_init(shared_address(&room.q_there), blockDim.x / 32);
+        barrier_init_done();
+    }
+    __syncthreads();
     wait_where_needed<GENERAL>(a);
     const span s = span_of(a, own_sequence(a));
     if (i0 >= s.rows)
@@ -61,29 +85,37 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
             Q[tile].put(room.Q[tile], threadIdx.x, blockDim.x);
-        if (busy)
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-                K[tile].put(met[tile], thread);
-    }
-    fence_async();
-    if (busy) /* not before: all multiprocessors ask at the same time, and Q K^T would wait for V too */
+        fence_async();
+        __syncwarp();
+        if (lane == 0)
+            arrive(shared_address(&room.q_there));
+        if (!busy) /* nobody waits for those who have left */
+            return;
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
-            V[tile].load(v, tile, n0, thread);
-    __syncthreads();
-    if (!busy) /* nobody waits for those who have left */
-        return;
+            K[tile].put(met[tile], thread);
+    }
+    fence_async();
+    /* V is asked for now and not before: all multiprocessors ask at the same time, and Q K^T would wait for it too. */
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+        V[tile].load(v, tile, n0, thread);
+    named_sync(GROUP + group, SHORT_THREADS);
+    wait(shared_address(&room.q_there), 0);
     const float scale = GENERAL ? 1.0f : a.scale, c = fmaxf(fminf(scale * LOG2E, 3e38f), 1.2e-38f);
     float S[32];
+    if (group > first)
+        named_sync(TURN + group, 2 * SHORT_THREADS);
     multiply_exact<false, 1>(S, room.Q, met);
+    if (group + 1 < last)
+        named_arrive(TURN + group + 1, 2 * SHORT_THREADS);
     wgmma_wait<0>();
-    /* Parts of such V would not be normal numbers. All have done with K. */
+    /* Parts of such V would not be normal numbers. The group has done with K. */
     uint32_t bits = 0;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
         bits |= V[tile].bits();
-    const bool tiny = __syncthreads_and(is_tiny(bits));
+    const bool tiny = all_of_group(group, is_tiny(bits));
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
         if (tiny)
@@ -101,27 +133,12 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     hide_band<GENERAL>(t, a, s, whole);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float most = t.at(r, 0);
+        float most = t.at(r, 0), sum[2] = {};
 #pragma unroll
         for (int i = 1; i < t.C; i++)
             most = fmaxf(most, t.at(r, i));
         most = quad_max(most);
-        if (lane % 4 == 0)
-            room.most[group][own + 8 * r] = most;
-    }
-    __syncthreads(); /* V and the largest scores are there */
-    const auto largest = [&](int row) {
-        float most = -CUDART_INF_F;
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++)
-            if (g >= first && g < last)
-                most = fmaxf(most, room.most[g][row]);
-        return most;
-    };
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const exponent e(c, largest(own + 8 * r));
-        float sum[2] = {};
+        const exponent e(c, most);
         if (e.large()) {
 #pragma unroll
             for (int i = 0; i < t.C; i++)
@@ -132,28 +149,20 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
             sum[i % 2] += t.at(r, i) = exp2_fast(fmaf(t.at(r, i), c, -e.then));
         const float all = quad_sum(sum[0] + sum[1]);
         if (lane % 4 == 0)
-            room.sum[group][own + 8 * r] = all;
+            room.most[group][own + 8 * r] = most, room.sum[group][own + 8 * r] = all;
     }
+    if (thread == 0)
+        room.unit[group] = tiny ? TINY : 1.0f;
+    if (group > first)
+        named_arrive(SUMS, threads);
     const left_exact P(S);
     float O[TILES][32];
+    named_sync(GROUP + group, SHORT_THREADS); /* V is there */
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
         multiply_exact(O[tile], P, met[tile]);
-    __syncthreads(); /* the sums are there */
-    if (group == first && thread < SHORT_OWN && i0 + thread < s.rows) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int g = 0; g < GROUPS; g++)
-            if (g >= first && g < last)
-                sum += room.sum[g][thread];
-        const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
-        const merged_row y(make_float2(largest(thread), sum), make_float2(-CUDART_INF_F, 0.0f), c, scale, sink);
-        room.weight[thread] = y.sum == 0.0f ? 0.0f : tiny ? y.weight[0] * TINY : y.weight[0];
-        if (a.lse.data)
-            ((float *)a.lse.data)[row_at(a.lse, s.q_batch, x.h, s.q_row + i0 + thread)] = y.lse(scale, sink);
-    }
     wgmma_wait<0>();
-    __syncthreads(); /* all have done with V */
+    named_sync(GROUP + group, SHORT_THREADS); /* the group has done with V */
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
@@ -164,23 +173,46 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
                 const float *const x = O[tile] + 4 * n + 2 * r;
                 *to = make_float2(whole_sum(x[0]), whole_sum(x[1]));
             }
+    if (group == first) { /* who began first is done first */
+        named_sync(SUMS, threads);
+        if (thread < SHORT_OWN && i0 + thread < s.rows) {
+            float most = -CUDART_INF_F, sum = 0.0f;
+#pragma unroll 1
+            for (int g = first; g < last; g++)
+                most = fmaxf(most, room.most[g][thread]);
+            const exponent e(c, most);
+#pragma unroll 1
+            for (int g = first; g < last; g++)
+                sum = fmaf(e.of_most(room.most[g][thread]), room.sum[g][thread], sum);
+            const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
+            const merged_row y(make_float2(most, sum), make_float2(-CUDART_INF_F, 0.0f), c, scale, sink);
+#pragma unroll 1
+            for (int g = first; g < last; g++) {
+                const float weight = e.of_most(room.most[g][thread]) * y.weight[0] * room.unit[g];
+                room.weight[g][thread] = y.sum == 0.0f ? 0.0f : weight;
+            }
+            if (a.lse.data)
+                ((float *)a.lse.data)[row_at(a.lse, s.q_batch, x.h, s.q_row + i0 + thread)] = y.lse(scale, sink);
+        }
+    }
     __syncthreads();
     float *const o = (float *)a.o.data + row_at(a.o, s.q_batch, x.h, s.q_row + i0);
 #pragma unroll 1
     for (int i = (group - first) * SHORT_THREADS + thread; i < TILES * 16 * min(SHORT_OWN, s.rows - i0); i += threads) {
         const int row = i / (TILES * 16), column = i % (TILES * 16) * 4;
-        const float weight = room.weight[row];
         float4 y = make_float4(0, 0, 0, 0);
         if (column >= a.Dv)
             continue;
 #pragma unroll
-        for (int g = 0; g < GROUPS; g++)
-            if (g >= first && g < last && weight != 0.0f) {
+        for (int g = 0; g < GROUPS; g++) {
+            const float weight = g >= first && g < last ? room.weight[g][row] : 0.0f;
+            if (weight != 0.0f) { /* else O may be anything */
                 const float4 p = way_out(room.met(g)[column / 64], row, column % 64 / 4);
-                y.x += p.x, y.y += p.y, y.z += p.z, y.w += p.w;
+                y.x = fmaf(p.x, weight, y.x), y.y = fmaf(p.y, weight, y.y);
+                y.z = fmaf(p.z, weight, y.z), y.w = fmaf(p.w, weight, y.w);
             }
-        *(float4 *)(o + row * a.o.stride[2] + column) = make_float4(y.x * weight, y.y * weight, y.z * weight,
-                                                                    y.w * weight);
+        }
+        *(float4 *)(o + row * a.o.stride[2] + column) = y;
     }
 #endif
 }
