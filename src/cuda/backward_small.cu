@@ -10,6 +10,10 @@
 
 constexpr int MOST_WARPS = 4, MOST_PARTS = 4, MEET = 16;
 
+/* Where the GPU is all but idle, and there is shared memory for it, twice as many: each part is then two warps' that meet 16
+ * rows at most, and adds up as it would if one warp had met both. */
+template <class T, int U> constexpr bool in_halves = sizeof(T) == 4 && U == 1;
+
 /* Who does what, of queries or keys: blocks for each head, and 2^log2_parts parts of what is met. */
 struct division {
     int blocks, log2_parts;
@@ -148,7 +152,7 @@ __device__ static void store_sum(const workplace<T, U> *team, int which, int par
 {
     constexpr int TILES = column_tiles<T, U>;
     const int lane = threadIdx.x;
-    for (int i = part; i < TILES; i += parts) {
+    for (int i = part & (MOST_PARTS - 1); i < TILES; i += min(parts, MOST_PARTS)) {
         const int row = piece<T>::row(i % 4), column = piece<T>::column(i / 4, i % 4);
         if (row >= rows || column >= width)
             continue;
@@ -156,7 +160,11 @@ __device__ static void store_sum(const workplace<T, U> *team, int which, int par
 #pragma unroll
         for (int w = 0; w < MOST_PARTS; w++)
             if (w < parts) {
-                const float4 p = team[w].Y[which][i][lane];
+                float4 p = team[w].Y[which][i][lane];
+                if (in_halves<T, U> && parts > MOST_PARTS) {
+                    const float4 rest = team[w + MOST_PARTS].Y[which][i][lane];
+                    p.x += rest.x, p.y += rest.y, p.z += rest.z, p.w += rest.w;
+                }
                 y.x += p.x, y.y += p.y, y.z += p.z, y.w += p.w;
             }
         y.x *= scale, y.y *= scale, y.z *= scale, y.w *= scale;
@@ -274,21 +282,25 @@ __device__ static void own_rows(char *memory, const args &a, int all_keys, int b
     __syncthreads();
     const float scale = GENERAL ? 1.0f : a.scale;
     const int rows = count - own0;
+    const bool second = part >= MOST_PARTS; /* of two halves */
     if (!KEYS) {
-        store_sum(team, 0, part, parts, scale, a.d_q, a.D, a.accumulate,
-                  row_at(a.d_q, s.q_batch, own_h, s.q_row + own0), a.d_q.stride[2], rows);
+        if (!second)
+            store_sum(team, 0, part, parts, scale, a.d_q, a.D, a.accumulate,
+                      row_at(a.d_q, s.q_batch, own_h, s.q_row + own0), a.d_q.stride[2], rows);
         return;
     }
-    if (a.d_k.data)
+    if (a.d_k.data && !second)
         store_sum(team, 0, part, parts, scale, a.d_k, a.D, a.accumulate,
                   row_at(a.d_k, s.k_batch, own_h, k_row + own0 * a.col_step), a.col_step * a.d_k.stride[2], rows);
-    if (a.d_v.data)
+    if (a.d_v.data && (second || parts <= MOST_PARTS))
         store_sum(team, 1, part, parts, 1.0f, a.d_v, a.Dv, a.accumulate,
                   row_at(a.d_v, s.k_batch, own_h, k_row + own0 * a.col_step), a.col_step * a.d_v.stride[2], rows);
 }
 
 template <class T, int U, bool GENERAL>
-__global__ void __launch_bounds__(32 * MOST_WARPS, GENERAL || sizeof(T) == 4 ? 2 : 3)
+__global__ void __launch_bounds__(32 * MOST_WARPS * (in_halves<T, U> ? 2 : 1), in_halves<T, U>             ? 1
+                                                                               : GENERAL || sizeof(T) == 4 ? 2
+                                                                                                           : 3)
     backward_small(const __grid_constant__ args a, int all_keys, division queries, division keys)
 {
 #if __CUDA_ARCH__ >= 800
@@ -313,6 +325,8 @@ template <class T, int U, bool GENERAL> static heed_status run(const args &a, co
         q.log2_parts++;
     while (1 << k.log2_parts < HEED_MIN(a.G * q_tiles, MOST_PARTS))
         k.log2_parts++;
+    if (in_halves<T, U> && teams <= plan->device.units && HEED_MAX(k_tiles, a.G * q_tiles) <= 2 * MOST_PARTS)
+        q.log2_parts += k_tiles > MOST_PARTS, k.log2_parts += a.G * q_tiles > MOST_PARTS;
     const int least = 1 << HEED_MAX(q.log2_parts, k.log2_parts);
     int warps = least; /* no more than it takes to have all blocks at work at once: they share what the L1 has */
     while (2 * warps <= MOST_WARPS && teams * least > warps * plan->device.units)
