@@ -184,18 +184,13 @@ int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t s
     return 0;
 }
 
-static int64_t keys_on_stride(const heed_problem *p)
-{
-    return p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
-}
-
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
 {
     if (!(uses & (HEED_ONLY_SMALL | HEED_ONLY_SHORT)))
         return 1;
     const heed_tensor *const rows[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o, &p->g.d_o };
-    const int64_t keys = keys_on_stride(p), most = HEED_MAX(p->Sq, keys);
-    const int64_t bytes = (int64_t)heed_dtype_size(p->a.q.dtype), chunk = 16 / bytes;
+    const int64_t bytes = (int64_t)heed_dtype_size(p->a.q.dtype), chunk = 16 / bytes, keys = p->full.keys;
+    const int64_t most = HEED_MAX(p->Sq, keys);
     for (size_t n = 0; n < sizeof rows / sizeof *rows; n++)
         if (rows[n]->stride[2] > INT32_MAX / 4 / p->a.key_stride ||
             rows[n]->stride[2] < -INT32_MAX / 4 / p->a.key_stride) {
@@ -238,7 +233,7 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
  * batch or other heads would change. */
 static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, size_t size)
 {
-    const int64_t keys = keys_on_stride(p), most = HEED_MAX(p->Sq, keys);
+    const int64_t most = HEED_MAX(p->Sq, p->full.keys);
     const int least = k->uses & HEED_FOR_LONG ? HEED_LONG : 0;
     if (most >= least)
         return 0;

@@ -179,7 +179,7 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
             continue;
         if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
             HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses) &&
-            (!(k->uses & HEED_FOR_LONG) || HEED_MAX(p->Sq, p->Sk / p->a.key_stride) >= HEED_LONG) &&
+            (!(k->uses & HEED_FOR_LONG) || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG) &&
             heed_is_small(p, k->uses, why, sizeof why))
             return k;
         ++*before;

@@ -71,6 +71,20 @@ TEST(queries_may_be_further_apart_than_a_tile_of_keys)
         }
 }
 
+/* Steps that are multiples of the stride hide no key, so that there are as many as without it. */
+TEST(steps_may_lie_on_the_stride)
+{
+    static const int64_t keys[] = { 700, 9300 };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < COUNT(keys); n++) {
+            test_case c = case_new(&kernel, (case_shape){ .Sq = 16, .Sk = keys[n], .D = 16 });
+            c.a.align = HEED_ALIGN_POSITION;
+            c.a.query_step = 1, c.a.key_step = c.a.key_stride = 3, c.a.key_position = -27;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 /* heed.h: "key j is visible only if r_j % key_stride == 0": attention over every s-th key, and the others get no
  * gradient. */
 TEST(a_key_stride_is_attention_to_sliced_keys)
@@ -262,6 +276,7 @@ int main(void)
         cmocka_unit_test(key_strides_beyond_the_keys_leave_key_0),
         cmocka_unit_test(positions_may_start_anywhere_and_step),
         cmocka_unit_test(queries_may_be_further_apart_than_a_tile_of_keys),
+        cmocka_unit_test(steps_may_lie_on_the_stride),
         cmocka_unit_test(a_key_stride_is_attention_to_sliced_keys),
         cmocka_unit_test(masks_broadcast_in_every_dimension),
         cmocka_unit_test(biases_broadcast_in_every_dimension_and_either_type),

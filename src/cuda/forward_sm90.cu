@@ -35,7 +35,7 @@ template <class T> static heed_status run(const args &a, const key_parts &by, in
  * keys; the more rows, the more a part costs, and the longer it is. */
 static key_parts parts_of(const heed_problem *p)
 {
-    const int64_t keys = tiles_of(p->Sk, HEED_MAX(p->a.key_stride, 1));
+    const int64_t keys = p->full.keys;
     const int64_t part = p->Sq <= 16 ? 1024 : p->Sq <= 64 ? 2048 : 8192;
     if (p->Sq > 1024 || keys < HEED_MAX(2 * part, 3072) || p->a.offsets_q || p->a.offsets_k)
         return { 1, INT32_MAX, NULL, NULL };
