@@ -169,6 +169,7 @@ enum {
 /* docs/tuning.md, section 6, has what chose these. */
 #define HEED_SMALL (80 * 64) /* rows or keys times head size */
 #define HEED_SHORT 256       /* rows or keys, */
+#define HEED_AT_ONCE 128     /* keys that such a kernel meets together */
 #define HEED_SHORT_WIDE 192  /* with head sizes above 64, or a mask or bias in 16 bits */
 
 #define HEED_ANY_ARCH INT32_MAX

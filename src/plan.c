@@ -190,7 +190,10 @@ int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
         return 1;
     const heed_tensor *const rows[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o, &p->g.d_o };
     const int64_t bytes = (int64_t)heed_dtype_size(p->a.q.dtype), chunk = 16 / bytes, keys = p->full.keys;
-    const int64_t most = HEED_MAX(p->Sq, keys);
+    /* A forward of 16 bits that meets all keys at once takes as many rows as a launch holds blocks for. */
+    const int any_rows = uses & HEED_ONLY_SHORT && p->pass == HEED_FORWARD && bytes == 2 && keys <= HEED_AT_ONCE &&
+                         p->Sq <= 65535 * 64;
+    const int64_t most = any_rows ? keys : HEED_MAX(p->Sq, keys);
     for (size_t n = 0; n < sizeof rows / sizeof *rows; n++)
         if (rows[n]->stride[2] > INT32_MAX / 4 / p->a.key_stride ||
             rows[n]->stride[2] < -INT32_MAX / 4 / p->a.key_stride) {
