@@ -313,52 +313,61 @@ template <int D, int A_ROWS, int B_ROWS, int MT, int NT>
 __device__ inline void multiply_split_rows(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row)
 {
     constexpr int GROUP = NT % 4 == 0 && D == 64 ? 4 : 2; /* as many as there are registers for */
+    constexpr int PARTS = D > 128 ? 2 : 1;                /* sums of more than 128 terms would lose too much */
     const int lane = threadIdx.x % 32;
     const uint32_t a_first = A + chunk_of<A_ROWS>(a_row + lane % 16, lane / 16);
     const uint32_t b_first = B + chunk_of<B_ROWS>(b_row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int n0 = 0; n0 < NT; n0 += GROUP) {
-        float small[MT][GROUP][4];
+        float small[MT][GROUP][4], other[MT][GROUP][4]; /* other: of the second part */
 #pragma unroll
-        for (int m = 0; m < MT; m++)
+        for (int part = 0; part < PARTS; part++) {
 #pragma unroll
-            for (int n = 0; n < GROUP; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    small[m][n][e] = X[m][n0 + n][e] = 0.0f;
-#pragma unroll(D > 128 ? 2 : D / 16)
-        for (int k = 0; k < D / 16; k++) {
-            uint32_t hi[MT][4], lo[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                load_matrices(hi[m], chunk_along<A_ROWS>(a_first, k * 2) + m * 16 * 128);
-                load_matrices(lo[m], chunk_along<A_ROWS>(a_first, k * 2) + m * 16 * 128 + part_bytes<D, A_ROWS>);
-            }
-            uint32_t b[GROUP / 2][4], b_lo[GROUP / 2][4];
-#pragma unroll
-            for (int n = 0; n < GROUP; n += 2) {
-                const uint32_t at = chunk_along<B_ROWS>(b_first, k * 2) + (n0 + n) * 8 * 128;
-                load_matrices(b[n / 2], at);
-                load_matrices(b_lo[n / 2], at + part_bytes<D, B_ROWS>);
-            }
-#pragma unroll
-            for (int which = 0; which < 3; which++) /* far from each other those that add to the same sum */
+            for (int m = 0; m < MT; m++)
 #pragma unroll
                 for (int n = 0; n < GROUP; n++)
 #pragma unroll
-                    for (int m = 0; m < MT; m++) {
-                        const uint32_t(&right)[4] = which == 2 ? b_lo[n / 2] : b[n / 2];
-                        multiply(which == 1 ? X[m][n0 + n] : small[m][n], which == 0 ? lo[m] : hi[m], right[n % 2 * 2],
-                                 right[n % 2 * 2 + 1], __half());
+                    for (int e = 0; e < 4; e++)
+                        small[m][n][e] = (part ? other[m][n] : X[m][n0 + n])[e] = 0.0f;
+#pragma unroll(D > 128 ? 2 : D / 16)
+            for (int k = part * (D / 16 / PARTS); k < (part + 1) * (D / 16 / PARTS); k++) {
+                uint32_t hi[MT][4], lo[MT][4];
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    load_matrices(hi[m], chunk_along<A_ROWS>(a_first, k * 2) + m * 16 * 128);
+                    load_matrices(lo[m], chunk_along<A_ROWS>(a_first, k * 2) + m * 16 * 128 + part_bytes<D, A_ROWS>);
+                }
+                uint32_t b[GROUP / 2][4], b_lo[GROUP / 2][4];
+#pragma unroll
+                for (int n = 0; n < GROUP; n += 2) {
+                    const uint32_t at = chunk_along<B_ROWS>(b_first, k * 2) + (n0 + n) * 8 * 128;
+                    load_matrices(b[n / 2], at);
+                    load_matrices(b_lo[n / 2], at + part_bytes<D, B_ROWS>);
+                }
+#pragma unroll
+                for (int which = 0; which < 3; which++) /* far from each other those that add to the same sum */
+#pragma unroll
+                    for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            const uint32_t(&right)[4] = which == 2 ? b_lo[n / 2] : b[n / 2];
+                            multiply(which != 1 ? small[m][n]
+                                     : part     ? other[m][n]
+                                                : X[m][n0 + n],
+                                     which == 0 ? lo[m] : hi[m], right[n % 2 * 2], right[n % 2 * 2 + 1], __half());
+                        }
+            }
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        float &x = X[m][n0 + n][e];
+                        x = part ? x + join<D / 16 / PARTS>(small[m][n][e], other[m][n][e])
+                                 : join<D / 16 / PARTS>(small[m][n][e], x);
                     }
         }
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int n = 0; n < GROUP; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    X[m][n0 + n][e] = join<D / 16>(small[m][n][e], X[m][n0 + n][e]);
     }
 }
 
@@ -490,9 +499,13 @@ __device__ inline float finish_row(float l, float m, float offset, float sink, f
     const bool large = is_vast(offset);
     const float d = fminf(large ? (sink - m) * LOG2E + TOP : fmaf(sink, LOG2E, -offset), 127.0f);
     const float sum = l + exp2_fast(d);
+    /* lse = (offset + e) ln 2 + log(sum 2^-e): offset and log(sum) may be larger than lse, and so would be their roundings. */
+    const float e = (float)min((int)(__float_as_uint(sum) >> 23) - 127, 126), whole = offset + e,
+                of_it = whole - offset;
+    const float rest = (offset - (whole - of_it)) + (e - of_it); /* of offset + e */
     lse = d > 100.0f && sum == sum ? sink
           : large                  ? m + logf(sum * power(-TOP))
-                                   : fmaf(offset, LN2, fmaf(offset, LN2_REST, logf(sum)));
+                  : fmaf(whole, LN2, fmaf(whole, LN2_REST, fmaf(rest, LN2, logf(sum * power(-(int)e)))));
     return sum;
 }
 
