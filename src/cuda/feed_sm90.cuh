@@ -61,11 +61,13 @@ struct tile_order {
     int least = 0, few = 0; /* for first_row() */
 };
 
-/* head_bytes: K and V of a head. Where all tiles have as many keys, all heads stand in line; where sequences are long, none:
- * groups come out more even, and memory is not what they wait for. In between an even number of rounds of them do. */
+/* head_bytes: K and V of a head. Where all tiles have as many keys, all heads stand in line, also where the last tile of each has
+ * fewer rows, unless keys are many; where sequences are long, none: groups come out more even, and memory is not what they wait
+ * for. In between an even number of rounds of them do. */
 template <class S> tile_order order_of(const args &a, const key_parts &by, int64_t head_bytes, int blocks)
 {
-    const bool alike = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q && a.Sq % S::ROWS == 0;
+    const bool alike = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q &&
+                       (a.Sq % S::ROWS == 0 || head_bytes <= (int64_t)2 << 20);
     const int64_t cached = (int64_t)32 << 20, heads = (int64_t)a.B * a.Hq, tiles = tiles_of(a.Sq, S::ROWS) * by.count;
     const int64_t rounds = tiles * 16 <= blocks ? HEED_MAX(heads * tiles / blocks - 1, 0) / 2 * 2 : 0;
     const int64_t in_line = alike ? heads : rounds * blocks / tiles / a.G * a.G;

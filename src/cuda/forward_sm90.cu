@@ -24,7 +24,7 @@ template <class T> static heed_status run(const args &a, const key_parts &by, in
                  : width <= 64                         ? forward_sm90_launch<T, forward_shape<64, 4, 64, 8, false>>
                  : width <= 96 && brief                ? forward_sm90_launch<T, forward_shape<96, 4, 64, 2, false>>
                  : width <= 96                         ? forward_sm90_launch<T, forward_shape<96, 3, 96, 2, true>>
-                 : width <= 128 && many && keys > 1536 ? forward_sm90_launch<T, forward_shape<128, 3, 64, 2, true>>
+                 : width <= 128 && many && keys > 1000 ? forward_sm90_launch<T, forward_shape<128, 3, 64, 2, true>>
                  : width <= 128                        ? forward_sm90_launch<T, forward_shape<128, 2, 128, 2, true>>
                  : width <= 192                        ? forward_sm90_launch<T, forward_shape<192, 2, 64, 2, true>>
                                                        : forward_sm90_launch<T, forward_shape<256, 2, 64, 2, true>>;
