@@ -2,10 +2,11 @@
  * same type" for o, "at most twice that" for gradients, and "fp32 is fp32".
  *
  * The largest of a few thousand rounding errors is a matter of luck, so each promise is tested on several draws: RMS over
- * all of them, and of the maxima the geometric mean of kernel / plain computation, which still varies by a fifth. */
+ * all of them, and of the maxima the geometric mean of kernel / plain computation, which still varies by a seventh. Causal
+ * gradients vary most: where a row sees one key the plain computation's are exactly zero. */
 #include "harness.h"
 
-#define DRAWS 4
+#define DRAWS 8
 #define MAX_ROOM 1.25
 
 typedef struct errors {
