@@ -460,6 +460,30 @@ TEST(the_last_row_of_each_type_takes_everything_from_turing_on)
         }
 }
 
+/* Of 16-bit problems on Hopper, also where as many as eight heads share keys. */
+TEST(the_backwards_workspace_is_no_larger_than_its_inputs)
+{
+    static const int64_t head_dims[] = { 64, 96, 128, 192, 256 };
+    heed_device d;
+    if (!has_cuda_rows())
+        skip();
+    assert_int_equal(heed_device_named("h200", &on_gpu, &d), HEED_OK);
+    for (int n = 0; n < COUNT(head_dims); n++)
+        for (int64_t key_heads = 1; key_heads <= 8; key_heads *= 2) {
+            const int64_t D = head_dims[n];
+            sample s = sample_of(HEED_BACKWARD, HEED_BF16, 4096, 4096, D, D);
+            s.a.q.shape[1] = s.a.o.shape[1] = s.a.lse.shape[1] = 8, s.a.k.shape[1] = s.a.v.shape[1] = key_heads;
+            s.g.d_o = s.a.o, s.g.d_q = s.a.q, s.g.d_k = s.a.k, s.g.d_v = s.a.v;
+            heed_problem p = check(&s);
+            heed_plan plan;
+            assert_int_equal(heed_choose(&p, &d, NULL, &plan, NULL), HEED_OK);
+            const size_t inputs = (size_t)(2 * (heed_elements(&s.a.q) + heed_elements(&s.a.k)) * 2);
+            if (strstr(plan.kernel->name, "sm90") && plan.workspace_bytes > inputs)
+                fail_msg("%s, D %d, %d key heads: %zu bytes for %zu of q, k, v and o", plan.kernel->name, (int)D,
+                         (int)key_heads, plan.workspace_bytes, inputs);
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -473,6 +497,7 @@ int main(void)
         cmocka_unit_test(a_kernel_that_lacks_a_feature_says_which),
         cmocka_unit_test(a_head_size_beyond_a_kernel_says_so),
         cmocka_unit_test(the_last_row_of_each_type_takes_everything_from_turing_on),
+        cmocka_unit_test(the_backwards_workspace_is_no_larger_than_its_inputs),
     };
     return RUN_TESTS(tests);
 }
