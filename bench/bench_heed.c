@@ -83,13 +83,14 @@ static size_t elements(const heed_tensor *t) { return (size_t)(t->shape[0] * t->
 
 static size_t size_of(heed_dtype dtype) { return dtype == HEED_F32 ? 4 : 2; }
 
-/* Element i of input number `seed`: from -1 to 127/128 in steps of 1/128, which every type holds exactly.
- * torch_side.py has the same formula. */
-static float random_element(uint32_t seed, size_t i)
+/* Element i of input number `seed`: from -1 to 1, exclusive, in steps of 2^-23, or with 16 bits of 2^-7: the type holds them
+ * exactly. torch_side.py has the same formula. */
+static float random_element(uint32_t seed, size_t i, heed_dtype dtype)
 {
+    const int bits = dtype == HEED_F32 ? 24 : 8;
     uint32_t h = ((uint32_t)i + seed * 0x9E3779B9u) * 2654435761u;
     h = (h ^ h >> 15) * 2246822519u;
-    return (float)((h ^ h >> 13) >> 24) / 128 - 1;
+    return (float)((h ^ h >> 13) >> (32 - bits)) / (float)(1 << (bits - 1)) - 1;
 }
 
 static void store(const heed_tensor *t, size_t i, float f)
@@ -127,7 +128,7 @@ static void create(heed_tensor *t, heed_dtype dtype, int64_t b, int64_t h, int64
     size_t n = elements(t);
     t->data = allocate(n * size_of(dtype));
     for (size_t i = 0; i < n; i++)
-        store(t, i, random_element(seed, i));
+        store(t, i, random_element(seed, i, dtype));
 }
 
 static void destroy(problem *p)

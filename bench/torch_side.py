@@ -25,11 +25,12 @@ MASK32 = 0xFFFFFFFF
 
 
 def random_tensor(seed, shape, dtype):
-    """Uniform from -1 to 127/128 in steps of 1/128; bench_heed.c has the same formula."""
+    """Uniform from -1 to 1, exclusive, in steps of 2^-23, or with 16 bits of 2^-7; bench_heed.c has the same formula."""
+    bits = 24 if dtype == torch.float32 else 8
     i = torch.arange(math.prod(shape), dtype=torch.int64)
     h = ((i + seed * 0x9E3779B9) & MASK32) * 2654435761 & MASK32
     h = (h ^ h >> 15) * 2246822519 & MASK32
-    return (((h ^ h >> 13) >> 24).to(torch.float32) / 128 - 1).reshape(shape).to(dtype)
+    return (((h ^ h >> 13) >> (32 - bits)).to(torch.float32) / (1 << (bits - 1)) - 1).reshape(shape).to(dtype)
 
 
 class Case:
