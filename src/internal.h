@@ -161,11 +161,14 @@ enum {
     HEED_USES_LOOSE = 1 << 19,     /* a mask or bias of which eight keys are not always one piece of memory */
     HEED_USES_ALL = (1 << 20) - 1,
 
-    HEED_FOR_LONG = 1 << 29,   /* of a kernel: fewer than HEED_LONG rows and keys get it only by name */
+    HEED_FOR_ROWS = 1 << 28,   /* of a kernel: fewer than HEED_ROWS rows or narrower ones get it only by name, */
+    HEED_FOR_LONG = 1 << 29,   /* fewer than HEED_LONG rows and keys likewise */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
 };
-#define HEED_LONG 512 /* docs/tuning.md, section 5 */
+#define HEED_ROWS 192 /* docs/tuning.md, section 1 */
+#define HEED_NARROW 32
+#define HEED_LONG 512 /* sections 1 and 5 */
 /* docs/tuning.md, section 6, has what chose these. */
 #define HEED_SMALL (80 * 64) /* rows or keys times head size */
 #define HEED_SHORT 256       /* rows or keys, */
@@ -193,6 +196,7 @@ typedef struct heed_plan {
     const heed_kernel *kernel;
     heed_device device;
     int threads; /* CPU */
+    int forced;  /* by name */
     size_t workspace_bytes;
 } heed_plan;
 
@@ -260,14 +264,17 @@ static inline int heed_keep(uint64_t seed, uint32_t drop_below, int64_t b, int64
 #define HEED_DECLARE_CPU(isa)                                                                                          \
     size_t heed_forward_workspace_##isa(const heed_problem *, const heed_plan *);                                      \
     heed_status heed_forward_##isa(const heed_problem *, const heed_plan *, const heed_exec *);                        \
+    heed_status heed_forward_left_##isa(const heed_problem *, const heed_plan *, const heed_exec *, unsigned char *);  \
     size_t heed_backward_workspace_##isa(const heed_problem *, const heed_plan *);                                     \
-    heed_status heed_backward_##isa(const heed_problem *, const heed_plan *, const heed_exec *);
+    heed_status heed_backward_##isa(const heed_problem *, const heed_plan *, const heed_exec *);                       \
+    heed_status heed_backward_left_##isa(const heed_problem *, const heed_plan *, const heed_exec *, unsigned char *);
 HEED_DECLARE_CPU(reference)
 HEED_DECLARE_CPU(plain)
 HEED_DECLARE_CPU(avx2)
 HEED_DECLARE_CPU(avx512)
 HEED_DECLARE_CPU(avx512bf16)
 HEED_DECLARE_CPU(amx)
+HEED_DECLARE_CPU(amxsplit)
 
 /* The two small operations on whole tensors, in double, element by element: cpu/combine.c. Checked tensors. */
 void heed_merge_cpu(const heed_tensor tensors[4], int threads);

@@ -37,11 +37,17 @@
 #define CPU_avx512(type) HOST_ROWS(HEED_CPU, "_cpu_", avx512, type, HEED_ISA_AVX512)
 #define CPU_avx512bf16(type) HOST_ROWS(HEED_CPU, "_cpu_", avx512bf16, type, HEED_ISA_AVX512BF16)
 #define CPU_amx(type) HOST_ROWS(HEED_CPU, "_cpu_", amx, type, HEED_ISA_AMX)
+#define CPU_amxsplit(type)                                                                                             \
+    ROW(forward, HEED_CPU, "_cpu_", amxsplit, type, HEED_ISA_AMX, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM,                 \
+        (HEED_USES_ALL & ~HEED_USES_PLAIN) | HEED_FOR_ROWS)                                                            \
+    ROW(backward, HEED_CPU, "_cpu_", amxsplit, type, HEED_ISA_AMX, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM,                \
+        (HEED_USES_ALL & ~(HEED_USES_PLAIN | HEED_USES_BIAS | HEED_USES_GRADIENTS)) | HEED_FOR_ROWS | HEED_FOR_LONG)
 #else
 #define CPU_avx2(type)
 #define CPU_avx512(type)
 #define CPU_avx512bf16(type)
 #define CPU_amx(type)
+#define CPU_amxsplit(type)
 #endif
 
 /* The build says of each CUDA source whether it is compiled: HEED_HAS_forward_mma is 1 or 0. */
@@ -237,10 +243,14 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
 static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, size_t size)
 {
     const int64_t most = HEED_MAX(p->Sq, p->full.keys);
-    const int least = k->uses & HEED_FOR_LONG ? HEED_LONG : 0;
-    if (most >= least)
+    if (k->uses & HEED_FOR_LONG && most < HEED_LONG)
+        snprintf(why, size, "is for %d rows or keys and more, these are at most %" PRId64, HEED_LONG, most);
+    else if (k->uses & HEED_FOR_ROWS && p->Sq < HEED_ROWS)
+        snprintf(why, size, "is for %d rows and more, these are at most %" PRId64, HEED_ROWS, p->Sq);
+    else if (k->uses & HEED_FOR_ROWS && p->D + p->Dv < 2 * HEED_NARROW)
+        snprintf(why, size, "is for head_dim %d and more, this is %" PRId64, HEED_NARROW, p->D);
+    else
         return 0;
-    snprintf(why, size, "is for %d rows or keys and more, these are at most %" PRId64, least, most);
     return 1;
 }
 
@@ -285,10 +295,10 @@ static int threads_of(const heed_problem *p, const heed_device *d)
 
 /* ---- The choice ------------------------------------------------------------------------------------------------- */
 
-static heed_status take(const heed_kernel *k, const heed_problem *p, const heed_device *d, heed_plan *plan,
+static heed_status take(const heed_kernel *k, const heed_problem *p, const heed_device *d, int forced, heed_plan *plan,
                         heed_text *why)
 {
-    *plan = (heed_plan){ .kernel = k, .device = *d, .threads = threads_of(p, d) };
+    *plan = (heed_plan){ .kernel = k, .device = *d, .threads = threads_of(p, d), .forced = forced };
     plan->workspace_bytes = k->workspace(p, plan);
     if (d->backend == HEED_CUDA)
         say(why, "%s: taken, %zu bytes of workspace\n", k->name, plan->workspace_bytes);
@@ -306,7 +316,7 @@ static heed_status take_forced(const char *forced, const heed_problem *p, const 
     if (!k)
         return heed_fail(HEED_BAD_ARGUMENT, "kernel: there is no %.64s; `heed info` lists those there are", forced);
     if (is_candidate(k, p, d) && fits(k, p, d, reason, sizeof reason))
-        return take(k, p, d, plan, why);
+        return take(k, p, d, 1, plan, why);
     if (!is_candidate(k, p, d))
         snprintf(reason, sizeof reason, "is for the %s in %s on the %s, this is the %s in %s on the %s",
                  pass_names[k->pass], heed_dtype_name(k->dtype), backend_names[k->backend], pass_names[p->pass],
@@ -327,7 +337,7 @@ heed_status heed_choose(const heed_problem *p, const heed_device *d, const char 
         if (!is_candidate(k, p, d))
             continue;
         if (fits(k, p, d, reason, sizeof reason) && !is_too_short(k, p, reason, sizeof reason))
-            return take(k, p, d, plan, why);
+            return take(k, p, d, 0, plan, why);
         say(why, "%s: passed over: %s\n", k->name, reason);
         candidates++;
     }

@@ -58,6 +58,14 @@ static void nothing(test_case *c) { (void)c; }
 
 static void causal(test_case *c) { c->a.causal = 1; }
 
+/* A kernel may leave a head with such numbers to another one. */
+static void huge_numbers_in_one_head(test_case *c)
+{
+    c->a.causal = 1;
+    if (c->kernel.dtype != HEED_F16)
+        set(&c->a.k, 0, 1, 150, 0, 1e15);
+}
+
 static void bias_and_sink(test_case *c)
 {
     case_bias(c, c->kernel.dtype, 1, 1, case_rows(c), case_keys(c)); /* d_bias sums over batch and heads */
@@ -76,6 +84,11 @@ TEST(threads_do_not_change_a_bit)
 TEST(threads_do_not_change_a_bit_of_one_long_head)
 {
     expect_deterministic((case_shape){ .Hq = 1, .Sq = 700, .D = 32 }, causal);
+}
+
+TEST(threads_do_not_change_a_bit_where_one_head_has_huge_numbers)
+{
+    expect_deterministic((case_shape){ .Hq = 3, .Sq = 200, .D = 32 }, huge_numbers_in_one_head);
 }
 
 TEST(threads_do_not_change_a_bit_of_shared_key_heads)
@@ -224,6 +237,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(threads_do_not_change_a_bit),
         cmocka_unit_test(threads_do_not_change_a_bit_of_one_long_head),
+        cmocka_unit_test(threads_do_not_change_a_bit_where_one_head_has_huge_numbers),
         cmocka_unit_test(threads_do_not_change_a_bit_of_shared_key_heads),
         cmocka_unit_test(threads_do_not_change_a_bit_of_summed_gradients),
         cmocka_unit_test(threads_do_not_change_a_bit_of_one_query_over_a_long_cache),

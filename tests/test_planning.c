@@ -64,7 +64,7 @@ static void every_class_of_processor_gets_its_best_kernel(void **state)
         { "avx2", "cpu_avx2_f32", "cpu_avx2_f16", "cpu_avx2_bf16" },
         { "avx512", "cpu_avx512_f32", "cpu_avx512_f16", "cpu_avx512_bf16" },
         { "avx512bf16", "cpu_avx512_f32", "cpu_avx512_f16", "cpu_avx512bf16_bf16" },
-        { "amx", "cpu_avx512_f32", "cpu_avx512_f16", "cpu_amx_bf16" },
+        { "amx", "cpu_amxsplit_f32", "cpu_avx512_f16", "cpu_amx_bf16" },
     };
 #else
     static const char *const expected[][4] = { { "plain", "cpu_plain_f32", "cpu_plain_f16", "cpu_plain_bf16" },
@@ -72,8 +72,8 @@ static void every_class_of_processor_gets_its_best_kernel(void **state)
 #endif
     for (size_t n = 0; n < sizeof expected / sizeof *expected; n++)
         for (int type = HEED_F32; type <= HEED_BF16; type++) {
-            heed_attention a = problem((heed_dtype)type, 256, 256, 64);
-            heed_gradient g = gradient((heed_dtype)type, 256, 256, 64);
+            heed_attention a = problem((heed_dtype)type, 512, 512, 64);
+            heed_gradient g = gradient((heed_dtype)type, 512, 512, 64);
             heed_plan forward = plan_on(expected[n][0], &a, NULL, &on_cpu);
             heed_plan backward = plan_on(expected[n][0], &a, &g, &on_cpu);
             assert_string_equal(forward.kernel->name + strlen("forward_"), expected[n][1 + type]);

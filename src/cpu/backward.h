@@ -50,7 +50,7 @@ static void prepare_rows(void *context, int64_t index, int thread)
     heed_span s;
     (void)thread;
     heed_span_of(p, b, &s);
-    if (i0 >= s.padded_rows)
+    if (i0 >= s.padded_rows || (!HEED_SPLIT && is_left(&x->j, b * p->Hk + h / p->G)))
         return;
     int64_t first = s.keys, last = 0, i1 = HEED_MIN(i0 + x->f.block, s.rows);
     for (int64_t i = i0; i < i1; i++) {
@@ -81,6 +81,8 @@ static void clear_keys(void *context, int64_t index, int thread)
     const heed_problem *p = x->j.p;
     heed_span s;
     (void)thread;
+    if (!HEED_SPLIT && is_left(&x->j, index))
+        return;
     heed_span_of(p, index / p->Hk, &s);
     s.col = 0, s.col_step = 1;
     source d_k = keys_of(p, &s, &p->g.d_k, index % p->Hk, p->D), d_v = keys_of(p, &s, &p->g.d_v, index % p->Hk, p->Dv);
@@ -114,8 +116,7 @@ static void meet(backward_block *b, int64_t block, row_bounds bounds, int64_t ke
                             : at_bytes(&x->j, x->f.dq) + row_index(x, &b->span, b->h, b->i0) * x->f.wide,
                         x->f.wide, &b->ld_dq);
     if (!b->careful) {
-        for (int64_t t = 0; t < b->score_tiles; t++)
-            score_rows(b, t, NULL);
+        score_block(b);
         add_to_keys(b);
     }
     while (atomic_load_explicit(turn, memory_order_acquire) != key_block)
@@ -196,7 +197,7 @@ static void backward_keys(void *context, int64_t index, int thread)
     heed_span_of(p, head / p->Hk, &b.span);
     b.hk = head % p->Hk;
     int64_t n0 = key_block * x->f.key_block, n1 = HEED_MIN(n0 + x->f.key_block, b.span.keys);
-    if (n0 >= n1)
+    if (n0 >= n1 || is_left(&x->j, head))
         return;
     block_of_thread(&b, x, thread);
     load_keys(&b, n0, n1);
@@ -214,6 +215,10 @@ static void backward_keys(void *context, int64_t index, int thread)
     }
     if (!b.met)
         clear_key_sums(&b, 0, n1 - n0);
+#if HEED_SPLIT
+    else
+        turn_sums(b.dK, x->f.wide, b.dKt, n1 - n0), turn_sums(b.dV, x->f.wide_v, b.dVt, n1 - n0);
+#endif
     if (p->g.d_k.data && !x->f.dk_in_place)
         write_rows(&d_k, n0, n1 - n0, b.dK, b.ld_dk, p->g.accumulate);
     if (p->g.d_v.data && !x->f.dv_in_place)
@@ -222,20 +227,57 @@ static void backward_keys(void *context, int64_t index, int thread)
 
 /* ---- The call --------------------------------------------------------------------------------------------------- */
 
+static void backward_all(backward_run *x)
+{
+    const heed_problem *p = x->j.p;
+    int threads = x->j.plan->threads;
+    parallel_for(threads, p->B * p->Hq * x->f.row_blocks, prepare_rows, x);
+    if (!p->g.accumulate && (p->a.key_stride > 1 || p->a.lengths_k))
+        parallel_for(threads, p->B * p->Hk, clear_keys, x);
+    if (p->g.d_q.data || p->g.d_k.data || p->g.d_v.data)
+        parallel_for(threads, p->B * p->Hk * x->f.key_blocks, backward_keys, x);
+}
+
+#if HEED_SPLIT
 size_t ISA(heed_backward_workspace)(const heed_problem *p, const heed_plan *plan)
 {
-    return backward_lay_out(p, plan).bytes;
+    return HEED_MAX(backward_lay_out(p, plan).bytes, left_bytes(p) + heed_backward_workspace_avx512(p, plan));
 }
 
 heed_status ISA(heed_backward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
 {
     backward_run x = { .f = backward_lay_out(p, plan) };
-    job_start(&x.j, p, plan, exec);
-    parallel_for(plan->threads, p->B * p->Hq * x.f.row_blocks, prepare_rows, &x);
-    if (!p->g.accumulate && (p->a.key_stride > 1 || p->a.lengths_k))
-        parallel_for(plan->threads, p->B * p->Hk, clear_keys, &x);
-    if (p->g.d_q.data || p->g.d_k.data || p->g.d_v.data)
-        parallel_for(plan->threads, p->B * p->Hk * x.f.key_blocks, backward_keys, &x);
+    job_start(&x.j, p, plan, exec, exec->workspace);
+    leave_short(&x.j);
+    backward_all(&x);
+    if (p->g.d_sink.data)
+        parallel_for(plan->threads, p->Hq, sink_owned, &x);
+    if (!memchr(x.j.left, 1, (size_t)(p->B * p->Hk)))
+        return HEED_OK;
+    heed_exec rest = *exec;
+    rest.workspace = (char *)exec->workspace + left_bytes(p);
+    return heed_backward_left_avx512(p, plan, &rest, x.j.left);
+}
+#else
+size_t ISA(heed_backward_workspace)(const heed_problem *p, const heed_plan *plan)
+{
+    return backward_lay_out(p, plan).bytes;
+}
+
+heed_status ISA(heed_backward_left)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec,
+                                    unsigned char *left)
+{
+    backward_run x = { .f = backward_lay_out(p, plan) };
+    job_start(&x.j, p, plan, exec, left);
+    backward_all(&x);
+    return HEED_OK;
+}
+
+heed_status ISA(heed_backward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
+{
+    backward_run x = { .f = backward_lay_out(p, plan) };
+    job_start(&x.j, p, plan, exec, NULL);
+    backward_all(&x);
     if (p->g.d_bias.data) {
         const int64_t *shape = p->g.d_bias.shape;
         clear_bias(&p->g.d_bias);
@@ -247,3 +289,4 @@ heed_status ISA(heed_backward)(const heed_problem *p, const heed_plan *plan, con
         parallel_for(plan->threads, p->Hq, sink_owned, &x);
     return HEED_OK;
 }
+#endif

@@ -8,8 +8,15 @@
 
 #define BQ (140 * (HEED_AMX ? 1 : PER_UNIT) / MR * MR) /* rows in a block, at most; even */
 
-/* With HEED_DOT, P and dS of a tile become units at once (gradient.h), and floats are kept for one tile alone. */
-#if HEED_DOT
+/* With HEED_DOT, P and dS of a tile become units at once (gradient.h), and floats are kept for one tile alone. HEED_SPLIT has
+ * dV^T += dO^T P and dK^T += Q^T dS, so that P and dS need not be turned, but once for each block of keys their sums. */
+#if HEED_SPLIT
+#define LDU LDW
+#define LDZ (PLANES * BC + 16)  /* from a pair of rows to the next of P and dS as right factors */
+#define BUFFERED(rows) (2 * MR) /* one tile is computed while the one before it becomes units */
+#define UNIT_ROWS MR
+#define PLAIN_UNITS(j) 0
+#elif HEED_DOT
 #define LDU (BC / 2 + 16) /* units from row to row of dS as the left factor of dQ */
 #define BUFFERED(rows) MR
 #define UNIT_ROWS (HEED_AMX ? MR : 6) /* of S and dP at once; 6, and a panel, stay in registers */
@@ -33,7 +40,7 @@ typedef struct backward_layout {
     size_t dq;                   /* [Hq][rows][wide], if there are several blocks of keys */
     size_t scratch, scratch_stride;
     size_t bias; /* bias_room() for each thread, if d_bias is wanted */
-    size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, dqs, p, ds, pz, dsz, dsu; /* inside scratch */
+    size_t kt, vt, ks, dk, dv, q, d_o, qs, dos, dqs, p, ds, pz, dsz, dsu, dkt, dvt; /* inside scratch */
     size_t bytes;
 } backward_layout;
 
@@ -57,22 +64,25 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
         f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
     f.key_block = BC;
     f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
-    f.row_blocks = (p->Sq + BQ - 1) / BQ;
-    f.block = f.row_blocks > 1 ? BQ : round_up(p->Sq, 2);
+    int64_t most = HEED_SPLIT && p->D + p->Dv > 256 ? BQ / 2 : BQ; /* planes of wide rows do not stay in the cache */
+    f.row_blocks = (p->Sq + most - 1) / most;
+    f.block = f.row_blocks > 1 ? most : round_up(p->Sq, HEED_SPLIT ? MR : 2);
     int64_t uses = p->G * p->Sq, step = p->a.key_stride; /* of a key */
-    f.q_in_place = usable_in_place(p, &p->a.q, p->D, 1, p->Sk);
-    f.o_in_place = usable_in_place(p, &p->g.d_o, p->Dv, 1, p->Sk);
-    f.k_in_place = usable_in_place(p, &p->a.k, p->D, step, uses);
+    f.q_in_place = PER_UNIT == 1 && usable_in_place(p, &p->a.q, p->D, 1, p->Sk);
+    f.o_in_place = PER_UNIT == 1 && usable_in_place(p, &p->g.d_o, p->Dv, 1, p->Sk);
+    f.k_in_place = PER_UNIT == 1 && usable_in_place(p, &p->a.k, p->D, step, uses);
     int sums_in_place = !p->g.accumulate; /* else each call adds its sum once: one rounding, not one for each product */
+    int key_sums_in_place = sums_in_place && PER_UNIT == 1;
+    sums_in_place = sums_in_place && (PER_UNIT == 1 || HEED_SPLIT);
     f.dq_in_place = sums_in_place && p->g.d_q.data && usable_in_place(p, &p->g.d_q, p->D, 1, p->Sk);
-    f.dk_in_place = sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D, step, uses);
-    f.dv_in_place = sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv, step, uses);
+    f.dk_in_place = key_sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D, step, uses);
+    f.dv_in_place = key_sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv, step, uses);
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->g.d_o, &p->g.d_q, &p->g.d_k, &p->g.d_v };
     f.asks = worth_asking(tensors, 7);
     f.wide = round_up(p->D, W), f.wide_v = round_up(p->Dv, W);
-    f.ldq = units_of(p->D) + W, f.ldv = units_of(p->Dv) + W;
+    f.ldq = units_of(p->D) * PLANES + W, f.ldv = units_of(p->Dv) * PLANES + W;
 
-    size_t used = 0, s = 0;
+    size_t used = HEED_SPLIT ? left_bytes(p) : 0, s = 0;
     f.rows = p->a.offsets_q ? p->a.q.shape[2] : p->B * p->Sq;
     f.blocks = p->a.offsets_q && f.block ? f.rows / f.block + p->B : p->B * f.row_blocks;
     f.delta = take(&used, p->Hq * f.rows);
@@ -89,13 +99,21 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
 
     int64_t kb = f.key_block;
     f.kt = take(&s, panels_size(kb, p->D)), f.vt = take(&s, panels_size(kb, p->Dv));
-    f.ks = take(&s, kb / PER_UNIT * f.wide);
+    f.ks = take(&s, stacked_size(kb, f.wide));
     f.dk = take(&s, kb * f.wide), f.dv = take(&s, kb * f.wide_v);
     f.q = take(&s, f.block * f.ldq), f.d_o = take(&s, f.block * f.ldv);
     f.p = take(&s, BUFFERED(f.block) * LDS), f.ds = take(&s, BUFFERED(f.block) * LDS);
     f.dqs = take(&s, f.block * f.wide);
+#if HEED_SPLIT
+    int64_t turned = PLANES * f.block / 2 + W;
+    f.qs = take(&s, turned * f.wide), f.dos = take(&s, turned * f.wide_v);
+    f.pz = take(&s, f.block / 2 * LDZ), f.dsz = take(&s, f.block / 2 * LDZ);
+    f.dsu = take(&s, f.block * LDU);
+    f.dkt = take(&s, f.wide * LDS), f.dvt = take(&s, f.wide_v * LDS);
+#else
     f.qs = take(&s, f.block * f.wide), f.dos = take(&s, f.block * f.wide_v);
-#if HEED_DOT
+#endif
+#if HEED_DOT && !HEED_SPLIT
     f.pz = take(&s, (f.block + 1) / 2 * LDS), f.dsz = take(&s, (f.block + 1) / 2 * LDS);
     f.dsu = take(&s, f.block * LDU);
 #endif
@@ -118,12 +136,13 @@ typedef struct backward_block {
     ahead next;                 /* a step for each row, or pair of rows, and each tile of dV, dK and dQ */
     query row[BQ];
     float lse[BQ], delta[BQ];
-    left Q, dO;
-    right Q_rows, dO_rows, K_rows; /* as right factors */
-    float *dK, *dV, *dQ;           /* sums, from key n0 and row i0 on */
+    left Q, dO, Q_turned, dO_turned; /* turned: with HEED_SPLIT */
+    right Q_rows, dO_rows, K_rows;   /* as right factors */
+    float *dK, *dV, *dQ;             /* sums, from key n0 and row i0 on */
     int64_t ld_dk, ld_dv, ld_dq;
     float *P, *dS;
     float *Pz, *dSz, *dSu;                                       /* with HEED_DOT, as units */
+    float *dKt, *dVt;                                            /* with HEED_SPLIT: sums, turned, LDS apart */
     float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *dQs; /* room for what cannot be used in place */
 } backward_block;
 
@@ -147,10 +166,10 @@ static void block_of_thread(backward_block *b, const backward_run *x, int thread
 {
     const backward_layout *f = &x->f;
     char *scratch = x->j.workspace + f->scratch + f->scratch_stride * (size_t)thread;
-    size_t at[] = { f->kt,  f->vt,  f->ks, f->dk, f->dv, f->q,   f->d_o, f->qs,
-                    f->dos, f->dqs, f->p,  f->ds, f->pz, f->dsz, f->dsu };
-    float **to[] = { &b->Kt,  &b->Vt,  &b->Ks, &b->dKs, &b->dVs, &b->Qu,  &b->dOu, &b->Qs,
-                     &b->dOs, &b->dQs, &b->P,  &b->dS,  &b->Pz,  &b->dSz, &b->dSu };
+    size_t at[] = { f->kt,  f->vt, f->ks, f->dk, f->dv,  f->q,   f->d_o, f->qs, f->dos,
+                    f->dqs, f->p,  f->ds, f->pz, f->dsz, f->dsu, f->dkt, f->dvt };
+    float **to[] = { &b->Kt,  &b->Vt, &b->Ks, &b->dKs, &b->dVs, &b->Qu,  &b->dOu, &b->Qs, &b->dOs,
+                     &b->dQs, &b->P,  &b->dS, &b->Pz,  &b->dSz, &b->dSu, &b->dKt, &b->dVt };
     b->x = x, b->next.count = 0;
     for (size_t i = 0; i < sizeof at / sizeof *at; i++)
         *to[i] = (float *)(void *)(scratch + at[i]);
@@ -160,9 +179,13 @@ static void load_keys(backward_block *b, int64_t n0, int64_t n1)
 {
     const heed_problem *p = b->x->j.p;
     source k = keys_of(p, &b->span, &p->a.k, b->hk, p->D), v = keys_of(p, &b->span, &p->a.v, b->hk, p->Dv);
+    float k_top = 0, v_top = 0;
+    k.top = &k_top, v.top = &v_top;
     b->n0 = n0, b->n1 = n1;
-    pack_panels(b->Kt - n0 / PANEL * PANEL * units_of(p->D), &k, n0, n1, b->x->j.k_scale);
-    pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv), &v, n0, n1, 1);
+    pack_panels(b->Kt - n0 / PANEL * PANEL * units_of(p->D) * PLANES, &k, n0, n1, b->x->j.k_scale);
+    pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv) * PLANES, &v, n0, n1, 1);
+    if (HEED_SPLIT && !(is_moderate(k_top) && is_moderate(v_top)))
+        leave_head(&b->x->j, b->span.b * p->Hk + b->hk);
     b->K_rows = right_rows(&k, n0, n1, b->Ks, b->x->f.wide, b->x->f.k_in_place);
     b->keys_finite = -1;
 }
@@ -204,7 +227,7 @@ static void delta_of_rows(float *delta, const heed_problem *p, const heed_span *
         delta[r] = g->delta.data ? at[r * given->stride[2]] : delta[r] - at[r * given->stride[2]];
 }
 
-static int keys_are_finite(backward_block *b)
+static inline int keys_are_finite(backward_block *b)
 {
     const heed_problem *p = b->x->j.p;
     if (b->keys_finite < 0) {
@@ -241,21 +264,30 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
             finite = 0;
         b->all_seen = b->all_seen && b->row[r].first <= b->n0 && b->row[r].last >= b->n1;
     }
+    float q_top = 0, d_o_top = 0;
+    q.top = &q_top, d_o.top = &d_o_top;
     b->Q = left_rows(&q, i0, i0 + b->rows, b->Qu, b->x->f.ldq);
     b->dO = left_rows(&d_o, i0, i0 + b->rows, b->dOu, b->x->f.ldv);
+    b->careful = 0;
+#if HEED_SPLIT
+    b->Q_turned = pack_turned(b->Qs, &q, i0, i0 + b->rows, b->x->f.block, b->x->f.wide);
+    b->dO_turned = pack_turned(b->dOs, &d_o, i0, i0 + b->rows, b->x->f.block, b->x->f.wide_v);
+    if (!(finite && is_moderate(q_top) && is_moderate(d_o_top)))
+        leave_head(&b->x->j, b->span.b * p->Hk + b->hk);
+#else
     if (PER_UNIT == 1 && b->Q.data == b->Qu) /* rows of floats are a factor on either side */
-        b->Q_rows = (right){ b->Qu, b->Q.ld, PANEL };
+        b->Q_rows = (right){ b->Qu, b->Q.ld, PANEL, 0 };
     else
         b->Q_rows = right_rows(&q, i0, i0 + b->rows, b->Qs, b->x->f.wide, b->x->f.q_in_place);
     if (PER_UNIT == 1 && b->dO.data == b->dOu)
-        b->dO_rows = (right){ b->dOu, b->dO.ld, PANEL };
+        b->dO_rows = (right){ b->dOu, b->dO.ld, PANEL, 0 };
     else
         b->dO_rows = right_rows(&d_o, i0, i0 + b->rows, b->dOs, b->x->f.wide_v, b->x->f.o_in_place);
     const heed_attention *a = &p->a;
-    b->careful = 0;
     if (b->x->j.partial && (!b->all_seen || a->mask.data || a->bias.data))
         b->careful = !(finite && rows_are_finite(&q, i0, i0 + b->rows) && rows_are_finite(&d_o, i0, i0 + b->rows) &&
                        keys_are_finite(b));
+#endif
 }
 
 /* The columns of the block of keys that rows [r0, r0 + rows) see between them; 0 when there are none. */
@@ -287,13 +319,65 @@ static void clear_key_sums(backward_block *b, int64_t c, int64_t n)
     }
 }
 
-/* dV += P^T dO and dK += dS^T Q, MR keys at a time, over the rows that see them. */
-static void add_to_keys(backward_block *b)
+#if HEED_SPLIT
+/* The same for turned sums. */
+static void clear_turned(float *sums, int64_t width, int64_t c, int64_t n)
+{
+    for (int64_t d = 0; d < width; d++)
+        memset(sums + d * LDS + c, 0, (size_t)n * sizeof(float));
+}
+
+/* Turned sums of n keys as rows. */
+static void turn_sums(float *to, int64_t width, const float *from, int64_t n)
+{
+    for (int64_t r = 0; r < n; r += W)
+        for (int64_t d = 0; d < width; d += W) {
+            vec t[W];
+            each(i, W)
+                t[i] = vec_load(from + (d + i) * LDS + r);
+            vec_transpose(t);
+            for (int64_t i = 0; i < HEED_MIN(W, n - r); i++)
+                vec_store(to + (r + i) * width + d, t[i]);
+        }
+}
+
+/* Keys [c, c + R) of the block and rows [first, last), of which there may be none. */
+static void add_to_tile(backward_block *b, int64_t c, int64_t R, int64_t first, int64_t last)
+{
+    const backward_layout *f = &b->x->f;
+    int64_t k = first / (2 * STEP) * STEP, units = round_up(last, 2 * STEP) / 2 - k, vecs = round_up(R, W) / W;
+    const float *keep = b->met ? keep_all : NULL;
+    if (first < last) {
+        multiply(b->dVt + c, LDS, left_from(b->dO_turned, 0, k), (right){ b->Pz + k * LDZ + c, LDZ, PANEL, BC },
+                 f->wide_v, vecs, units, keep, NULL);
+        multiply(b->dKt + c, LDS, left_from(b->Q_turned, 0, k), (right){ b->dSz + k * LDZ + c, LDZ, PANEL, BC },
+                 f->wide, vecs, units, keep, NULL);
+    } else if (!b->met)
+        clear_turned(b->dVt, f->wide_v, c, R), clear_turned(b->dKt, f->wide, c, R);
+}
+#else
+/* Keys [c, c + R) of the block and rows [first, last), of which there may be none. */
+static void add_to_tile(backward_block *b, int64_t c, int64_t R, int64_t first, int64_t last)
 {
     const backward_layout *f = &b->x->f;
     const float *P = HEED_DOT ? b->Pz : b->P, *dS = HEED_DOT ? b->dSz : b->dS;
+    int64_t k = first / (PER_UNIT * STEP) * STEP, units = (last + PER_UNIT - 1) / PER_UNIT - k;
+    if (units <= 0) {
+        if (!b->met)
+            clear_key_sums(b, c, R);
+        return;
+    }
+    multiply(b->dV + c * b->ld_dv, b->ld_dv, (left){ P + k * LDS + c, LDS, 1, 0 }, right_from(b->dO_rows, k, 0), R,
+             f->wide_v / W, units, b->met ? keep_all : NULL, &b->next);
+    multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDS + c, LDS, 1, 0 }, right_from(b->Q_rows, k, 0), R,
+             f->wide / W, units, b->met ? keep_all : NULL, &b->next);
+}
+#endif
+
+/* dV += P^T dO and dK += dS^T Q, MR keys at a time, over the rows that see them. */
+static void add_to_keys(backward_block *b)
+{
     int64_t keys = b->n1 - b->n0, count = tile_count(keys, tile_height(&b->x->j, b->span.keys));
-    right Q = b->Q_rows, dO = b->dO_rows;
     int64_t begin = 0; /* rows before it see no key from here on */
     for (int64_t t = 0; t < count; t++) {
         int64_t c = tile_begin(keys, count, t), R = tile_begin(keys, count, t + 1) - c, first, last = b->rows;
@@ -303,17 +387,7 @@ static void add_to_keys(backward_block *b)
             first++;
         while (last > first && (b->row[last - 1].last <= b->n0 + c || b->row[last - 1].first >= b->n0 + c + R))
             last--;
-        int64_t k = first / (PER_UNIT * STEP) * STEP, units = (last + PER_UNIT - 1) / PER_UNIT - k;
-        if (units <= 0) {
-            if (!b->met)
-                clear_key_sums(b, c, R);
-            continue;
-        }
-        multiply(b->dV + c * b->ld_dv, b->ld_dv, (left){ P + k * LDS + c, LDS, 1 },
-                 (right){ dO.data + k * dO.ld, dO.ld, dO.next }, R, f->wide_v / W, units, b->met ? keep_all : NULL,
-                 &b->next);
-        multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDS + c, LDS, 1 },
-                 (right){ Q.data + k * Q.ld, Q.ld, Q.next }, R, f->wide / W, units, b->met ? keep_all : NULL, &b->next);
+        add_to_tile(b, c, R, first, last);
     }
 }
 
@@ -326,9 +400,10 @@ static void add_to_rows(backward_block *b, int add)
         int whole;
         if (columns_seen(b, r0, rows, &first, &last, &whole)) {
             int64_t k = first / (PER_UNIT * STEP) * STEP;
-            multiply(b->dQ + r0 * b->ld_dq, b->ld_dq, (left){ (HEED_DOT ? b->dSu : b->dS) + r0 * LDU + k, LDU, 0 },
-                     (right){ b->K_rows.data + k * b->K_rows.ld, b->K_rows.ld, PANEL }, rows, f->wide / W,
-                     (last + PER_UNIT - 1) / PER_UNIT - k, add ? keep_all : NULL, &b->next);
+            multiply(b->dQ + r0 * b->ld_dq, b->ld_dq,
+                     (left){ (HEED_DOT ? b->dSu : b->dS) + r0 * LDU + k, LDU, 0, WEIGHT_PLANE },
+                     right_from(b->K_rows, k, 0), rows, f->wide / W, (last + PER_UNIT - 1) / PER_UNIT - k,
+                     add ? keep_all : NULL, &b->next);
         } else if (!add)
             for (int64_t r = r0; r < r0 + rows; r++)
                 memset(b->dQ + r * b->ld_dq, 0, (size_t)f->wide * sizeof(float));

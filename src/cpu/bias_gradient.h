@@ -4,6 +4,7 @@
  * dbias has a size of 1 wherever bias is broadcast. An owner is a (batch, head, block of rows, block of keys) of dbias,
  * where a broadcast dimension counts as one: it walks over all that the dimension stands for, computing dS again. */
 
+#if !HEED_SPLIT
 /* Elements of dbias that stand for no visible pair have no owner. */
 static void clear_bias(const heed_tensor *t)
 {
@@ -78,6 +79,8 @@ static void bias_owned(void *context, int64_t index, int thread)
                            sums[r * BC + c]);
         }
 }
+
+#endif
 
 /* dsink_h = -sum over batch and rows of exp(sink_h - lse_i) delta_i; rows that see no key give nothing. */
 static void sink_owned(void *context, int64_t h, int thread)

@@ -8,18 +8,19 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     int64_t width = round_up(p->Dv, W);
     b->j = &x->j, b->f = &x->f, b->span = s, b->hk = hk;
     b->after.count = 0;
-    b->is_direct = s->rows <= DIRECT_OF_HEAD;
+    b->is_direct = !HEED_SPLIT && s->rows <= DIRECT_OF_HEAD;
     b->room = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
-    b->O = at_bytes(&x->j, scratch + x->f.o);
+    b->P = at_bytes(&x->j, scratch + x->f.p), b->O = at_bytes(&x->j, scratch + x->f.o);
     b->panels = at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer);
     b->values = at_bytes(&x->j, x->f.values + x->f.values_stride * (size_t)buffer);
+    b->wild = (unsigned char *)at_bytes(&x->j, x->f.wild + x->f.wild_stride * (size_t)buffer);
     b->packed_first = b->packed_last = 0;
-    b->K = (right){ b->panels, PANEL, PANEL * units_of(p->D) };
+    b->K = (right){ b->panels, PANEL, PANEL * units_of(p->D) * PLANES, PANEL * units_of(p->D) };
     if (x->f.v_in_place && s->keys) {
         source v = keys_of(p, s, &p->a.v, hk, p->Dv);
-        b->V = (right){ (const float *)(const void *)source_row(&v, 0), v.spacing, PANEL };
+        b->V = (right){ (const float *)(const void *)source_row(&v, 0), v.spacing, PANEL, 0 };
     } else
-        b->V = (right){ b->values, width, PANEL };
+        b->V = (right){ b->values, stacked_ld(width), PANEL, width };
 }
 
 static void finish_block(const forward_block *b)
@@ -135,6 +136,8 @@ static void forward_head(void *context, int64_t index, int thread)
     const forward_run *x = context;
     heed_span s;
     forward_block b;
+    if (is_left(&x->j, index))
+        return;
     heed_span_of(x->j.p, index / x->j.p->Hk, &s);
     block_start(&b, x, &s, index % x->j.p->Hk, thread, thread);
     for (int64_t unit = 0; unit < units_of_head(x); unit++) {
@@ -151,6 +154,8 @@ static void pack_chunk(void *context, int64_t index, int thread)
     int64_t chunks = (x->f.keys + CHUNK - 1) / CHUNK, head = index / chunks, first = index % chunks * CHUNK;
     heed_span s;
     forward_block b;
+    if (is_left(&x->j, head))
+        return;
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
     block_start(&b, x, &s, head % x->j.p->Hk, head, thread);
     if (first < s.keys && !b.is_direct)
@@ -164,6 +169,8 @@ static void forward_item(void *context, int64_t index, int thread)
     heed_span s;
     forward_block b;
     int64_t head = index / units_of_head(x);
+    if (is_left(&x->j, head))
+        return;
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
     block_start(&b, x, &s, head % x->j.p->Hk, head, thread);
     b.packed_last = s.keys;
@@ -176,6 +183,8 @@ static void merge_head(void *context, int64_t head, int thread)
     const forward_run *x = context;
     heed_span s;
     forward_block b;
+    if (is_left(&x->j, head))
+        return;
     heed_span_of(x->j.p, head / x->j.p->Hk, &s);
     block_start(&b, x, &s, head % x->j.p->Hk, 0, thread);
     merge_chunks(x, &b);
@@ -197,26 +206,59 @@ static void forward_padding(void *context, int64_t index, int thread)
     }
 }
 
+static void forward_all(forward_run *x)
+{
+    const heed_problem *p = x->j.p;
+    int64_t heads = p->B * p->Hk, chunks = (x->f.keys + CHUNK - 1) / CHUNK;
+    int threads = x->j.plan->threads;
+    if (x->f.by_head)
+        parallel_for(threads, heads, forward_head, x);
+    else {
+        if (!x->f.all_direct)
+            parallel_for(threads, heads * chunks, pack_chunk, x);
+        parallel_for(threads, heads * units_of_head(x), forward_item, x);
+        if (x->f.splits > 1)
+            parallel_for(threads, heads, merge_head, x);
+    }
+    if (p->a.lengths_q)
+        parallel_for(threads, p->B * p->Hq, forward_padding, x);
+}
+
+#if HEED_SPLIT
 size_t ISA(heed_forward_workspace)(const heed_problem *p, const heed_plan *plan)
 {
-    return forward_lay_out(p, plan).bytes;
+    return HEED_MAX(forward_lay_out(p, plan).bytes, left_bytes(p) + heed_forward_workspace_avx512(p, plan));
 }
 
 heed_status ISA(heed_forward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
 {
     forward_run x = { .f = forward_lay_out(p, plan) };
-    int64_t heads = p->B * p->Hk, chunks = (x.f.keys + CHUNK - 1) / CHUNK;
-    job_start(&x.j, p, plan, exec);
-    if (x.f.by_head)
-        parallel_for(plan->threads, heads, forward_head, &x);
-    else {
-        if (!x.f.all_direct)
-            parallel_for(plan->threads, heads * chunks, pack_chunk, &x);
-        parallel_for(plan->threads, heads * units_of_head(&x), forward_item, &x);
-        if (x.f.splits > 1)
-            parallel_for(plan->threads, heads, merge_head, &x);
-    }
-    if (p->a.lengths_q)
-        parallel_for(plan->threads, p->B * p->Hq, forward_padding, &x);
+    job_start(&x.j, p, plan, exec, exec->workspace);
+    leave_short(&x.j);
+    forward_all(&x);
+    if (!memchr(x.j.left, 1, (size_t)(p->B * p->Hk)))
+        return HEED_OK;
+    heed_exec rest = *exec;
+    rest.workspace = (char *)exec->workspace + left_bytes(p);
+    return heed_forward_left_avx512(p, plan, &rest, x.j.left);
+}
+#else
+size_t ISA(heed_forward_workspace)(const heed_problem *p, const heed_plan *plan)
+{
+    return forward_lay_out(p, plan).bytes;
+}
+
+heed_status ISA(heed_forward_left)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec,
+                                   unsigned char *left)
+{
+    forward_run x = { .f = forward_lay_out(p, plan) };
+    job_start(&x.j, p, plan, exec, left);
+    forward_all(&x);
     return HEED_OK;
 }
+
+heed_status ISA(heed_forward)(const heed_problem *p, const heed_plan *plan, const heed_exec *exec)
+{
+    return ISA(heed_forward_left)(p, plan, exec, NULL);
+}
+#endif

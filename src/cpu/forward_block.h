@@ -29,7 +29,8 @@ typedef struct forward_layout {
     size_t panels, panels_stride;   /* K of one head; [threads] when by_head, else [B * Hk] */
     size_t values, values_stride;   /* V of one head, likewise, unless it is used in place */
     size_t scratch, scratch_stride; /* of one thread */
-    size_t q, s, o;                 /* inside scratch */
+    size_t q, s, p, o;              /* inside scratch */
+    size_t wild, wild_stride;       /* HEED_SPLIT: of each block of keys, whether it is to be left; as panels */
     size_t results, results_stride; /* O, m, l of one chunk: [Hk][slots] */
     size_t bytes;
 } forward_layout;
@@ -53,25 +54,30 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
     if (f.row_blocks > 1)
         f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
-    f.all_direct = p->Sq <= DIRECT_OF_HEAD;
-    f.v_in_place = usable_in_place(p, &p->a.v, p->Dv, p->a.key_stride, f.rows);
+    f.all_direct = !HEED_SPLIT && p->Sq <= DIRECT_OF_HEAD;
+    f.v_in_place = PER_UNIT == 1 && usable_in_place(p, &p->a.v, p->Dv, p->a.key_stride, f.rows);
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o };
     f.asks = f.by_head && worth_asking(tensors, 4);
-    f.ldq = HEED_MAX(units_of(p->D), round_up(p->D, W)) + W;
+    f.ldq = HEED_MAX(units_of(p->D) * PLANES, round_up(p->D, W)) + W;
     f.ldo = round_up(p->Dv, W) + W;
 
-    size_t used = 0, inside = 0;
+    size_t used = HEED_SPLIT ? left_bytes(p) : 0, inside = 0;
     int64_t copies = f.by_head ? HEED_MIN(heads, plan->threads) : heads;
     f.panels_stride = f.values_stride = 0;
     if (!f.all_direct)
         take(&f.panels_stride, panels_size(f.keys, p->D));
     if (!f.v_in_place && !f.all_direct)
-        take(&f.values_stride, (f.keys + PER_UNIT - 1) / PER_UNIT * round_up(p->Dv, W));
+        take(&f.values_stride, stacked_size(f.keys, round_up(p->Dv, W)));
     f.panels = used, used += f.panels_stride * (size_t)copies;
     f.values = used, used += f.values_stride * (size_t)copies;
+    if (HEED_SPLIT)
+        take(&f.wild_stride, (f.keys / BC + 1 + 3) / 4);
+    f.wild = used, used += f.wild_stride * (size_t)copies;
 
     f.q = take(&inside, f.block * f.ldq);
-    f.s = take(&inside, HEED_MAX(MR, DIRECT_ROWS) * LDS);
+    f.s = f.p = take(&inside, HEED_MAX(MR, DIRECT_ROWS) * LDS);
+    if (HEED_SPLIT)
+        take(&inside, MR * LDS), f.p = take(&inside, MR * LDW); /* S of two tiles */
     f.o = take(&inside, f.block * f.ldo);
     f.scratch = used, f.scratch_stride = inside;
     used += inside * (size_t)plan->threads;
@@ -101,31 +107,41 @@ typedef struct forward_block {
     float m[BR + W], l[BR + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
     char started[BR];           /* tile: O holds something */
     left Q;
-    float *room, *S, *O; /* room: for rows of Q that cannot be used where they lie */
-    right K, V;          /* of key 0 */
+    float *room, *S, *P, *O; /* room: for rows of Q that cannot be used where they lie */
+    right K, V;              /* of key 0 */
     float *panels, *values;
+    unsigned char *wild;
     int64_t packed_first, packed_last; /* keys that are there already */
     ahead next, after;                 /* to be asked for now; with the last block of keys */
     int is_direct;                     /* few rows: direct.h */
     direct_rows direct;
 } forward_block;
 
-/* Brings keys [first, last), and what lies between them and those that are there, into the form that tiles read. */
-static void pack_keys(forward_block *b, int64_t first, int64_t last)
+/* Keys [first, last) in the form that tiles read. */
+static void pack_more(forward_block *b, int64_t first, int64_t last)
 {
     const heed_problem *p = b->j->p;
     source k = keys_of(p, b->span, &p->a.k, b->hk, p->D), v = keys_of(p, b->span, &p->a.v, b->hk, p->Dv);
-    int64_t width = round_up(p->Dv, W);
+    int64_t width = round_up(p->Dv, W), step = HEED_SPLIT ? BC : last - first;
+    for (int64_t n = first; n < last; n += step) {
+        int64_t end = HEED_MIN(n + step, last);
+        float k_top = 0, v_top = 0;
+        k.top = &k_top, v.top = &v_top;
+        pack_panels(b->panels, &k, n, end, b->j->k_scale);
+        if (!b->f->v_in_place)
+            pack_stacked(b->values + n / PER_UNIT * stacked_ld(width), &v, n, end, width);
+        if (HEED_SPLIT)
+            b->wild[n / BC] = !(k_top <= SPLIT_MOST && v_top <= SPLIT_MOST && (v_top >= SPLIT_LEAST || v_top == 0));
+    }
+}
+
+/* Likewise, and what lies between them and those that are there, if they are not there yet. */
+static void pack_keys(forward_block *b, int64_t first, int64_t last)
+{
     if (b->packed_first == b->packed_last)
         b->packed_first = b->packed_last = first;
-    int64_t from[] = { first, b->packed_last }, to[] = { b->packed_first, last };
-    for (int i = 0; i < 2; i++) {
-        if (from[i] >= to[i])
-            continue;
-        pack_panels(b->panels, &k, from[i], to[i], b->j->k_scale);
-        if (!b->f->v_in_place)
-            pack_stacked(b->values + from[i] / PER_UNIT * width, &v, from[i], to[i], width);
-    }
+    pack_more(b, first, b->packed_first);
+    pack_more(b, b->packed_last, last);
     b->packed_first = HEED_MIN(b->packed_first, first), b->packed_last = HEED_MAX(b->packed_last, last);
 }
 
@@ -154,14 +170,25 @@ static void add_seen_values(float *O, int64_t ldo, const float *S, right V, int6
     }
 }
 
-/* One tile of rows against one block of keys, n0 .. n1-1. *finite, where a mask or a bias may hide any key: whether V is
- * so there, -1 where not known yet. */
-static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, int *finite)
+/* A tile of rows against a block of keys that begins with n0, between its scores and its values. */
+typedef struct forward_tile {
+    int64_t t, r0, rows, n0;
+    int64_t first, last, all_first, all_last; /* keys that some row sees, that all see */
+    int64_t from, to;                         /* columns that are computed */
+    float *S, keep[MR + W];
+#if HEED_SPLIT
+    weighing weights;
+#endif
+} forward_tile;
+
+/* S of tile t, and with HEED_SPLIT meanwhile the weights of another one; the softmax, or with HEED_SPLIT its beginning. 0: no
+ * row sees any of the keys n0 .. n1-1. */
+static int tile_scores(forward_block *b, forward_tile *x, int64_t t, int64_t n0, int64_t n1, float *S, meanwhile *work)
 {
     const job *j = b->j;
     int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
     const query *q = b->row + r0;
-    int64_t first = n0, last = n1, all_first = n0, all_last = n1; /* seen by some row, seen by all */
+    int64_t first = n0, last = n1, all_first = n0, all_last = n1;
     if (j->partial) {
         first = n1, last = n0;
         for (int64_t r = 0; r < rows; r++) {
@@ -171,30 +198,54 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
         first = HEED_MAX(first, n0), last = HEED_MIN(last, n1);
     }
     if (first >= last)
-        return;
-
+        return 0;
     int64_t from = (first - n0) / PANEL * PANEL, to = round_up(last - n0, W);
-    float *S = b->S, *O = b->O + r0 * b->f->ldo, keep[MR + W];
+    x->t = t, x->r0 = r0, x->rows = rows, x->n0 = n0, x->S = S, x->from = from, x->to = to;
+    x->first = first, x->last = last, x->all_first = all_first, x->all_last = all_last;
     if (b->is_direct)
         direct_scores(&b->direct, S, n0, first - n0, last - n0);
     else
-        multiply_scores(S + from, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
-                        (right){ b->K.data + (n0 + from) / PANEL * b->K.next, b->K.ld, b->K.next }, rows,
-                        (to - from) / W, (j->p->D + PER_UNIT - 1) / PER_UNIT);
+        multiply_scores(S + from, left_from(b->Q, r0, 0), right_from(b->K, 0, n0 + from), rows, (to - from) / W,
+                        (j->p->D + PER_UNIT - 1) / PER_UNIT, work);
     int whole = all_first <= n0 + from && all_last >= n0 + to; /* every row sees every column */
     if (j->changes || !whole)
         for (int64_t r = 0; r < rows; r++)
             adjust_row(j, b->span, q[r], S + r * LDS, NULL, n0, from, to);
+    float c = j->changes ? LOG2E : j->s_scale * LOG2E;
+#if HEED_SPLIT
+    if (!j->p->drop_below) {
+        softmax_begin(&x->weights, b->P, S, b->m + r0, b->l + r0, x->keep, rows, from, to, c, &b->next);
+        return 1;
+    }
+    x->weights.work.step = weigh, x->weights.row = x->weights.rows = 0;
+#endif
+    softmax_tile(b->P, S, b->m + r0, b->l + r0, x->keep, rows, from, to, c,
+                 (b->is_direct ? DIRECT_DOT : HEED_DOT) && !j->p->drop_below, &b->next);
+    return 1;
+}
+
+/* O of a tile. *finite, where a mask or a bias may hide any key: whether V is so in the block, which ends before n1; -1 where
+ * not known yet. */
+static void tile_values(forward_block *b, forward_tile *x, int64_t n1, int *finite)
+{
+    const job *j = b->j;
+    int64_t t = x->t, rows = x->rows, n0 = x->n0, first = x->first, last = x->last, from = x->from, to = x->to;
+    int64_t all_first = x->all_first, all_last = x->all_last;
+    const query *q = b->row + x->r0;
+    float *S = x->S, *O = b->O + x->r0 * b->f->ldo, *keep = x->keep;
     int pairs = b->is_direct ? DIRECT_DOT : HEED_DOT;
-    softmax_tile(S, b->m + r0, b->l + r0, keep, rows, from, to, j->changes ? LOG2E : j->s_scale * LOG2E,
-                 pairs && !j->p->drop_below, &b->next);
+#if HEED_SPLIT
+    if (!j->p->drop_below)
+        softmax_end(&x->weights, b->l + x->r0);
+    (void)n1, (void)finite, (void)all_first, (void)all_last;
+#endif
     for (int64_t r = 0; r < rows && j->p->drop_below; r++) {
         float *s = S + r * LDS, drop[BC];
         keep_row(j, b->span, q[r], drop, n0, from, to);
         for (int64_t c = from; c < to; c++)
             s[c] *= drop[c];
-        if (pairs)
-            row_to_units(s, from, to);
+        for (int64_t c = from; pairs && c < to; c += 2 * W)
+            store_units_of(b->P + r * LDW, c, vec_load(s + c), c + W < to ? vec_load(s + c + W) : vec_zero());
     }
 
     right V = b->V;
@@ -202,7 +253,9 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     if (!b->is_direct)
         V.data += n0 / PER_UNIT * V.ld;
     int careful = 0;
-    if (j->partial && (j->p->a.mask.data || j->p->a.bias.data)) {
+    if (HEED_SPLIT)
+        ; /* numbers that are not finite are left to others */
+    else if (j->partial && (j->p->a.mask.data || j->p->a.bias.data)) {
         if (*finite < 0)
             *finite = values_are_finite(b, n0, n1);
         careful = !*finite;
@@ -216,8 +269,8 @@ static void forward_tile(forward_block *b, int64_t t, int64_t n0, int64_t n1, in
     else if (careful)
         add_seen_values(O, b->f->ldo, S, V, rows, first - n0, last - n0, width, b->started[t] ? keep : NULL);
     else
-        multiply(O, b->f->ldo, (left){ S + skip, LDS, 0 }, (right){ V.data + skip * V.ld, V.ld, V.next }, rows,
-                 width / W, (last - n0 + PER_UNIT - 1) / PER_UNIT - skip, b->started[t] ? keep : NULL, &b->next);
+        multiply(O, b->f->ldo, (left){ b->P + skip, LDW, 0, WEIGHT_PLANE }, right_from(V, skip, 0), rows, width / W,
+                 (last - n0 + PER_UNIT - 1) / PER_UNIT - skip, b->started[t] ? keep : NULL, &b->next);
     b->started[t] = 1;
 }
 
@@ -256,20 +309,23 @@ static inline void finish_row(const forward_block *b, int64_t r, float *O, float
 }
 
 /* Q of the block's rows; they may belong to several heads. The direct form multiplies by K as it is: the power of two
- * that is otherwise in K goes into Q. */
-static void query_rows(forward_block *b)
+ * that is otherwise in K goes into Q. With HEED_SPLIT their largest magnitude is returned. */
+static float query_rows(forward_block *b)
 {
     const heed_problem *p = b->j->p;
     const heed_tensor *t = &p->a.q;
     source q = rows_of(p, b->span, t, b->rows ? b->row[0].h : 0, p->D);
-    b->Q = (left){ b->room, b->f->ldq, 0 };
+    float top = 0;
+    q.top = &top;
+    b->Q = (left){ b->room, b->f->ldq, 0, units_of(p->D) };
     if (!b->is_direct && b->rows && b->row[b->rows - 1].h == q.head) {
         b->Q = left_rows(&q, b->row[0].i, b->row[0].i + b->rows, b->room, b->f->ldq);
-        return;
+        return top;
     }
     for (int64_t r = 0; r < b->rows; r++) {
         float *to = b->room + r * b->f->ldq;
         q = rows_of(p, b->span, t, b->row[r].h, p->D);
+        q.top = &top;
         if (!b->is_direct) {
             unit_row(to, &q, b->row[r].i);
             continue;
@@ -280,6 +336,16 @@ static void query_rows(forward_block *b)
     }
     b->direct = (direct_rows){ keys_of(p, b->span, &p->a.k, b->hk, p->D), keys_of(p, b->span, &p->a.v, b->hk, p->Dv),
                                b->room, b->f->ldq, b->rows };
+    return top;
+}
+
+/* Some row sees a key of [n0, n1). */
+static int are_seen(const forward_block *b, int64_t n0, int64_t n1)
+{
+    for (int64_t r = 0; r < b->rows; r++)
+        if (b->row[r].first < HEED_MIN(b->row[r].last, n1) && b->row[r].last > n0)
+            return 1;
+    return 0;
 }
 
 /* Keys [first, first + BC) of the block's head, which are packed. */
@@ -287,14 +353,16 @@ static void ask_for_packed(ahead *a, const forward_block *b, int64_t first)
 {
     const heed_problem *p = b->j->p;
     int64_t last = HEED_MIN(first + BC, b->span->keys), width = round_up(p->Dv, W);
-    int64_t key_bytes = units_of(p->D) * (int64_t)sizeof(float), value_bytes = width * (int64_t)sizeof(float);
+    int64_t key_bytes = units_of(p->D) * PLANES * (int64_t)sizeof(float);
+    int64_t value_bytes = stacked_ld(width) * (int64_t)sizeof(float);
     if (!b->f->asks_again)
         return;
-    ask_for_rows(a, b->panels + first * units_of(p->D), last - first, key_bytes, key_bytes);
+    ask_for_rows(a, b->panels + first * units_of(p->D) * PLANES, last - first, key_bytes, key_bytes);
     if (b->f->v_in_place)
         ask_for(a, keys_of(p, b->span, &p->a.v, b->hk, p->Dv), first, last);
     else
-        ask_for_rows(a, b->values + first / PER_UNIT * width, (last - first) / PER_UNIT, value_bytes, value_bytes);
+        ask_for_rows(a, b->values + first / PER_UNIT * stacked_ld(width), (last - first) / PER_UNIT, value_bytes,
+                     value_bytes);
 }
 
 static void ask_for_keys(ahead *a, const job *j, const heed_span *s, int64_t hk, int64_t first)
@@ -321,13 +389,16 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
             first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
     }
     b->tiles = b->is_direct ? 1 : tile_count(b->rows, tile_height(b->j, last - first));
-    query_rows(b);
+    if (!(query_rows(b) <= SPLIT_MOST))
+        leave_head(b->j, b->span->b * p->Hk + b->hk);
     memset(b->started, 0, sizeof b->started);
     int64_t begin = HEED_MAX(first, n0) / BC * BC, end = HEED_MIN(last, n1);
     for (int64_t n = begin; n < end; n += BC) {
         int finite = -1;
         if (!b->is_direct)
             pack_keys(b, HEED_MAX(n, n0), HEED_MIN(n + BC, n1));
+        if (HEED_SPLIT && b->wild[n / BC] && are_seen(b, n, HEED_MIN(n + BC, n1)))
+            leave_head(b->j, b->span->b * p->Hk + b->hk);
         b->next.count = 0;
         if (n + BC >= end && !b->is_direct)
             b->next = b->after;
@@ -336,7 +407,24 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
         else if (!b->is_direct && b->f->asks)
             ask_for_keys(&b->next, b->j, b->span, b->hk, n + BC);
         ask_in(&b->next, b->rows + ASKING_TILES * b->tiles * panel_count(p->Dv));
+        int64_t begins = HEED_MAX(n, n0), ends = HEED_MIN(n + BC, n1);
+#if HEED_SPLIT
+        forward_tile tiles[2], *before = NULL;
+        for (int64_t t = 0; t < b->tiles; t++) {
+            forward_tile *x = before == tiles ? tiles + 1 : tiles;
+            int seen = tile_scores(b, x, t, begins, ends, b->S + (x - tiles) * MR * LDS,
+                                   before ? &before->weights.work : NULL);
+            if (before)
+                tile_values(b, before, ends, &finite);
+            before = seen ? x : NULL;
+        }
+        if (before)
+            tile_values(b, before, ends, &finite);
+#else
+        forward_tile x;
         for (int64_t t = 0; t < b->tiles; t++)
-            forward_tile(b, t, HEED_MAX(n, n0), HEED_MIN(n + BC, n1), &finite);
+            if (tile_scores(b, &x, t, begins, ends, b->S, NULL))
+                tile_values(b, &x, ends, &finite);
+#endif
     }
 }

@@ -57,7 +57,80 @@ static void clear_outside(float *row, int64_t from, int64_t to, int64_t columns)
         memset(row + to, 0, (size_t)(columns - to) * sizeof *row);
 }
 
-#if HEED_DOT
+#if HEED_SPLIT
+/* A tile of rows from products to planes of units. */
+typedef struct tile_units {
+    meanwhile work;
+    backward_block *b;
+    float *S, *dS; /* S and dP, or P and dS already */
+    int64_t r0, rows, row, column, columns;
+} tile_units;
+
+/* Planes of P and dS of rows r and r + W of a tile, columns c to c + 2 W. */
+INLINE void store_planes(const tile_units *u, int64_t r, int64_t c, vec P[2][2], vec dS[2][2])
+{
+    float *z = u->b->Pz + (u->r0 / 2 + r) * LDZ + c, *dz = u->b->dSz + (u->r0 / 2 + r) * LDZ + c;
+    float *du = u->b->dSu + (u->r0 + r) * LDU + c / 2;
+    each(h, 2)
+        store_parts(z + h * W, BC, P[0][h], P[1][h]);
+    vec x[2][2][3];
+    each(j, 2)
+        each(h, 2)
+            vec_parts(dS[j][h], x[j][h]);
+    each(i, PLANES) {
+        each(h, 2)
+            vec_store(dz + i * BC + h * W, vec_join(x[0][h][i], x[1][h][i]));
+        each(j, 2)
+            vec_store(du + j * W * LDU + i * WEIGHT_PLANE, vec_join(x[j][0][i], x[j][1][i]));
+    }
+}
+
+/* What gradient_row() does, for plain attention and rows that see all columns: a piece of two rows and 2 W columns. */
+static void grade(meanwhile *work)
+{
+    tile_units *u = (tile_units *)work;
+    if (u->row >= HEED_MIN(u->rows, W))
+        return;
+    const backward_block *b = u->b;
+    const job *j = &b->x->j;
+    vec P[2][2], dS[2][2], scale = vec_set1(j->s_scale), ds_scale = vec_set1(j->p->a.scale);
+    each(i, 2) {
+        int64_t r = u->row + i * W, at = r * LDS + u->column;
+        vec lse = vec_set1(-b->lse[u->r0 + r]), delta = vec_set1(b->delta[u->r0 + r]);
+        each(h, 2) {
+            P[i][h] = vec_exp2(log2_weight(vec_load(u->S + at + h * W), scale, lse));
+            dS[i][h] = vec_mul(vec_mul(P[i][h], ds_scale), vec_sub(vec_load(u->dS + at + h * W), delta));
+        }
+    }
+    if (u->row + W >= u->rows)
+        each(h, 2)
+            P[1][h] = dS[1][h] = vec_zero();
+    store_planes(u, u->row, u->column, P, dS);
+    u->column += 2 * W;
+    if (u->column < u->columns)
+        return;
+    u->column = 0, u->row++;
+    ask(&u->b->next);
+}
+
+/* Pairs of rows that are not there. */
+static void clear_planes(const tile_units *u)
+{
+    for (int64_t r = u->rows; r < W; r++)
+        for (int i = 0; i < PLANES; i++) {
+            memset(u->b->Pz + (u->r0 / 2 + r) * LDZ + i * BC, 0, (size_t)u->columns * sizeof(float));
+            memset(u->b->dSz + (u->r0 / 2 + r) * LDZ + i * BC, 0, (size_t)u->columns * sizeof(float));
+        }
+}
+
+/* What is left of the work on a tile. */
+static void finish_units(tile_units *u)
+{
+    while (u->row < HEED_MIN(u->rows, W))
+        grade(&u->work);
+    clear_planes(u);
+}
+#elif HEED_DOT
 /* P and dS of rows r and r + 1 (where `rows` is 2), columns c .. c + 2 W, as units. */
 INLINE void store_units(backward_block *b, int64_t r, const int rows, int64_t c, vec P[2][2], vec dS[2][2])
 {
@@ -220,6 +293,63 @@ static void clear_units(backward_block *b, int64_t r, int64_t rows, int64_t from
 }
 #endif
 
+#if HEED_SPLIT
+/* S and dP of tile t, and meanwhile P and dS of the one before. Where the tile is plain its P and dS are left to be computed
+ * later; else they are computed. */
+static void score_tile(backward_block *b, tile_units *u, int64_t t, float *S, float *dS, meanwhile *before)
+{
+    const job *j = &b->x->j;
+    const heed_problem *p = j->p;
+    int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
+    int64_t first, last, from = 0, to = 0, columns = round_up(b->n1 - b->n0, 2 * W);
+    int whole, seen = columns_seen(b, r0, rows, &first, &last, &whole);
+    *u = (tile_units){ { grade }, b, S, dS, r0, rows, 0, 0, columns };
+    if (seen) {
+        from = first / PANEL * PANEL, to = round_up(last, W);
+        int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL, vecs = (to - from) / W;
+        right K = { b->Kt, PANEL, ku * PLANES, ku }, V = { b->Vt, PANEL, vu * PLANES, vu };
+        multiply_meanwhile(S + from, LDS, left_from(b->Q, r0, 0), right_from(K, 0, from), rows, vecs, ku / PANEL,
+                           before);
+        multiply_meanwhile(dS + from, LDS, left_from(b->dO, r0, 0), right_from(V, 0, from), rows, vecs, vu / PANEL,
+                           before);
+    }
+    if (seen && whole && from == 0 && to == columns && !j->changes && !p->drop_below)
+        return;
+    for (int64_t r = 0; r < rows; r++) {
+        if (seen)
+            gradient_row(b, r0 + r, S + r * LDS, dS + r * LDS, from, to, whole, NULL);
+        clear_outside(S + r * LDS, from, to, columns);
+        clear_outside(dS + r * LDS, from, to, columns);
+    }
+    for (; u->row < HEED_MIN(rows, W); u->row++) {
+        ask(&b->next);
+        for (int64_t c = 0; c < columns; c += 2 * W) {
+            vec P[2][2], D[2][2];
+            each(i, 2)
+                each(h, 2) {
+                    int64_t at = (u->row + i * W) * LDS + c + h * W;
+                    P[i][h] = u->row + i * W < rows ? vec_load(S + at) : vec_zero();
+                    D[i][h] = u->row + i * W < rows ? vec_load(dS + at) : vec_zero();
+                }
+            store_planes(u, u->row, c, P, D);
+        }
+    }
+}
+
+/* P and dS of the block. */
+static void score_block(backward_block *b)
+{
+    tile_units tiles[2];
+    for (int64_t t = 0; t < b->tiles; t++) {
+        int64_t buffer = t % 2 * MR * LDS;
+        score_tile(b, tiles + t % 2, t, b->P + buffer, b->dS + buffer, t ? &tiles[(t - 1) % 2].work : NULL);
+        if (t)
+            finish_units(tiles + (t - 1) % 2);
+    }
+    if (b->tiles)
+        finish_units(tiles + (b->tiles - 1) % 2);
+}
+#else
 /* P and dS of tile t of the block. */
 static void score_rows(backward_block *b, int64_t t, float *bias)
 {
@@ -241,10 +371,11 @@ static void score_rows(backward_block *b, int64_t t, float *bias)
 #endif
     if (seen) {
         int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL, vecs = (to - from) / W;
-        multiply_scores(S + from, (left){ b->Q.data + r0 * b->Q.ld, b->Q.ld, 0 },
-                        (right){ b->Kt + from / PANEL * ku, PANEL, ku }, rows, vecs, (p->D + PER_UNIT - 1) / PER_UNIT);
-        multiply_scores(dS + from, (left){ b->dO.data + r0 * b->dO.ld, b->dO.ld, 0 },
-                        (right){ b->Vt + from / PANEL * vu, PANEL, vu }, rows, vecs, (p->Dv + PER_UNIT - 1) / PER_UNIT);
+        right K = { b->Kt, PANEL, ku * PLANES, ku }, V = { b->Vt, PANEL, vu * PLANES, vu };
+        multiply_scores(S + from, left_from(b->Q, r0, 0), right_from(K, 0, from), rows, vecs,
+                        (p->D + PER_UNIT - 1) / PER_UNIT, NULL);
+        multiply_scores(dS + from, left_from(b->dO, r0, 0), right_from(V, 0, from), rows, vecs,
+                        (p->Dv + PER_UNIT - 1) / PER_UNIT, NULL);
     }
 #if HEED_AMX
     if (PLAIN_UNITS(j)) {
@@ -272,3 +403,11 @@ static void score_rows(backward_block *b, int64_t t, float *bias)
 #endif
     }
 }
+
+/* P and dS of the block. */
+static void score_block(backward_block *b)
+{
+    for (int64_t t = 0; t < b->score_tiles; t++)
+        score_rows(b, t, NULL);
+}
+#endif

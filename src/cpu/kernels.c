@@ -11,7 +11,7 @@
 #define ISA(name) HEED_PASTE2(name, HEED_ISA)
 
 #if defined(__AVX512BF16__)
-#define HEED_DOT 1 /* products of bf16 pairs; bf16 problems only */
+#define HEED_DOT 1 /* products of bf16 pairs; bf16 problems only, but for HEED_SPLIT */
 #else
 #define HEED_DOT 0
 #endif
@@ -19,6 +19,10 @@
 #define HEED_AMX 1                                /* the same pairs, in registers of 16 x 16 */
 #else
 #define HEED_AMX 0
+#endif
+
+#ifndef HEED_SPLIT
+#define HEED_SPLIT 0 /* fp32 problems on AMX: each float is the sum of three bf16 */
 #endif
 
 #if defined(__AVX512F__)
@@ -39,6 +43,10 @@
 #include "direct.h"
 #include "forward_block.h"
 #include "forward.h"
+#if HEED_SPLIT
+#undef BC
+#define BC 128 /* P and dS take nine times as many bytes as S and have to stay in the second cache */
+#endif
 #include "backward_block.h"
 #include "gradient.h"
 #include "bias_gradient.h"

@@ -10,7 +10,14 @@ static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to
 static inline int64_t units_of(int64_t n) { return round_up((n + PER_UNIT - 1) / PER_UNIT, W); }
 
 /* Floats for key rows of a head as panels of `dim` columns. */
-static inline int64_t panels_size(int64_t keys, int64_t dim) { return round_up(keys, PANEL) * units_of(dim); }
+static inline int64_t panels_size(int64_t keys, int64_t dim) { return round_up(keys, PANEL) * units_of(dim) * PLANES; }
+
+/* Floats from one unit of stacked rows to the next, and of so many rows. */
+static inline int64_t stacked_ld(int64_t width) { return width * PLANES + (HEED_SPLIT ? W : 0); }
+static inline int64_t stacked_size(int64_t rows, int64_t width)
+{
+    return round_up(rows, HEED_SPLIT ? 2 * W : PER_UNIT) / PER_UNIT * stacked_ld(width);
+}
 
 /* The rows of one head of a tensor: row n lies at base + n * step, in bytes, unless the rows are keys of a paged cache. */
 typedef struct source {
@@ -22,6 +29,7 @@ typedef struct source {
     int64_t step;
     int64_t spacing; /* the same in elements */
     int paged;
+    float *top; /* with HEED_SPLIT, where given: raised to the largest magnitude of what is packed */
 } source;
 
 static inline source source_of(const heed_problem *p, const heed_span *s, const heed_tensor *t, int64_t head,
@@ -29,7 +37,7 @@ static inline source source_of(const heed_problem *p, const heed_span *s, const 
 {
     int64_t size = t->dtype == HEED_F32 ? 4 : 2;
     const char *base = t->data ? (const char *)t->data + (first + head * t->stride[1]) * size : NULL;
-    return (source){ p, s, t, head, dim, base, spacing * size, spacing, 0 };
+    return (source){ p, s, t, head, dim, base, spacing * size, spacing, 0, NULL };
 }
 
 /* Rows of q, o and their gradients. */
@@ -100,6 +108,7 @@ static int rows_are_finite(const source *x, int64_t first, int64_t last)
     return 1;
 }
 
+#if !HEED_SPLIT
 /* One row as units. With HEED_DOT the tensor is bf16, or fp32 (dO of an fp32 o) and then rounded. */
 static void unit_row(float *to, const source *x, int64_t n)
 {
@@ -120,6 +129,8 @@ static void unit_row(float *to, const source *x, int64_t n)
 #endif
 }
 
+#endif
+
 /* One value of a unit: weight c of a row, row n of a stacked factor. */
 static inline float unit_value(const void *data, int64_t pair, int64_t half)
 {
@@ -127,18 +138,6 @@ static inline float unit_value(const void *data, int64_t pair, int64_t half)
     return heed_bf16_to_f32(((const uint16_t *)data)[2 * pair + half]);
 #else
     return (void)half, ((const float *)data)[pair];
-#endif
-}
-
-/* Columns [from, to) of a row of floats become units, in place: the unit of column c is at c / PER_UNIT. from is a
- * multiple of 2 W, to one of W. */
-static void row_to_units(float *row, int64_t from, int64_t to)
-{
-#if HEED_DOT
-    for (int64_t c = from; c < to; c += 2 * W)
-        vec_store(row + c / 2, vec_to_pairs(vec_load(row + c), c + W < to ? vec_load(row + c + W) : vec_zero()));
-#else
-    (void)row, (void)from, (void)to;
 #endif
 }
 
@@ -151,6 +150,9 @@ static inline int are_crowded(uint64_t step, int64_t dim, int64_t uses)
     return step != (uint64_t)dim * sizeof(float) && apart && uses >= (int64_t)((1 << 20) / apart);
 }
 
+#if HEED_SPLIT
+#include "pack_split.h"
+#else
 /* Rows as a left factor: where they lie if their elements are units already, else copied to `room`, ld units apart. */
 static left left_rows(const source *x, int64_t first, int64_t last, float *room, int64_t ld)
 {
@@ -158,10 +160,10 @@ static left left_rows(const source *x, int64_t first, int64_t last, float *room,
     if (t->stride[3] == 1 && t->dtype == (PER_UNIT == 1 ? HEED_F32 : HEED_BF16) && x->dim % PER_UNIT == 0 &&
         x->spacing % PER_UNIT == 0 && (uintptr_t)source_row(x, first) % sizeof(float) == 0 &&
         (PER_UNIT == 2 || !are_crowded((uint64_t)x->step, x->dim, x->p->Sk)))
-        return (left){ (const float *)(const void *)source_row(x, first), x->spacing / PER_UNIT, 0 };
+        return (left){ (const float *)(const void *)source_row(x, first), x->spacing / PER_UNIT, 0, 0 };
     for (int64_t n = first; n < last; n++)
         unit_row(room + (n - first) * ld, x, n);
-    return (left){ room, ld, 0 };
+    return (left){ room, ld, 0, 0 };
 }
 
 /* Keys [first, last), times a power of two, as panels; `to` is the panel of key 0 and first a multiple of PANEL. W rows at
@@ -233,11 +235,25 @@ static void pack_stacked(float *to, const source *x, int64_t first, int64_t last
 #endif
 }
 
+#endif
+
+/* Two vectors of a row, columns c and c + W, as units: those of column c, a multiple of 2 W, are at c / PER_UNIT. */
+INLINE void store_units_of(float *row, int64_t c, vec x, vec y)
+{
+#if HEED_SPLIT
+    store_parts(row + c / 2, WEIGHT_PLANE, x, y);
+#elif HEED_DOT
+    vec_store(row + c / 2, vec_to_pairs(x, y));
+#else
+    vec_store(row + c, x), vec_store(row + c + W, y);
+#endif
+}
+
 /* Rows as a right factor where they lie: floats in whole vectors, evenly spaced, every step-th row of the tensor, used so
  * many times. Also where sums may be kept in place. */
 static int usable_in_place(const heed_problem *p, const heed_tensor *t, int64_t dim, int64_t step, int64_t uses)
 {
-    return PER_UNIT == 1 && t->dtype == HEED_F32 && t->stride[3] == 1 && dim % W == 0 && !p->page &&
+    return t->dtype == HEED_F32 && t->stride[3] == 1 && dim % W == 0 && !p->page &&
            !are_crowded((uint64_t)t->stride[2] * (uint64_t)step * sizeof(float), dim, uses);
 }
 
@@ -245,7 +261,7 @@ static int usable_in_place(const heed_problem *p, const heed_tensor *t, int64_t 
 static right right_rows(const source *x, int64_t first, int64_t last, float *room, int64_t width, int in_place)
 {
     if (in_place)
-        return (right){ (const float *)(const void *)source_row(x, first), x->spacing, PANEL };
+        return (right){ (const float *)(const void *)source_row(x, first), x->spacing, PANEL, 0 };
     pack_stacked(room, x, first, last, width);
-    return (right){ room, width, PANEL };
+    return (right){ room, stacked_ld(width), PANEL, width };
 }

@@ -17,12 +17,46 @@ typedef struct job {
     uint64_t seed;
     float keep_scale; /* 1 / (1 - dropout) */
     char *workspace;
+    unsigned char *left; /* [B * Hk], or NULL: heads that HEED_SPLIT leaves to another kernel, which takes only them */
 } job;
 
-static void job_start(job *j, const heed_problem *p, const heed_plan *plan, const heed_exec *x)
+/* ---- Heads that are left to another kernel ---------------------------------------------------------------------- */
+
+/* Parts of floats that are huge, or tiny as a whole, do not add up: AMX knows neither infinity less infinity nor numbers
+ * below 2^-126. A head in which there are such numbers, of those that count, is computed once more by the AVX-512 kernel. So
+ * are sequences that the planner would not have given to HEED_SPLIT if they were alone. Nothing else in the batch decides
+ * about a head, nor do the threads. */
+#define SPLIT_MOST 0x1p40f
+#define SPLIT_LEAST 0x1p-90f
+
+/* In the backward, where numbers meet that are products themselves, and gradients may be small as a whole. */
+static inline int is_moderate(float top) { return (top <= 0x1p30f && top >= 0x1p-30f) || top == 0; }
+
+static inline int is_left(const job *j, int64_t head)
+{
+    return j->left && __atomic_load_n(j->left + head, __ATOMIC_RELAXED) == HEED_SPLIT;
+}
+
+static inline void leave_head(const job *j, int64_t head) { __atomic_store_n(j->left + head, 1, __ATOMIC_RELAXED); }
+
+static inline size_t left_bytes(const heed_problem *p) { return ((size_t)(p->B * p->Hk) + 63) / 64 * 64; }
+
+/* Those that are known from the beginning. */
+static inline void leave_short(job *j)
+{
+    const heed_problem *p = j->p;
+    for (int64_t b = 0; b < p->B; b++) {
+        heed_span s;
+        heed_span_of(p, b, &s);
+        int few = s.rows < HEED_ROWS || (p->pass == HEED_BACKWARD && HEED_MAX(s.rows, s.keys) < HEED_LONG);
+        memset(j->left + b * p->Hk, (few && !j->plan->forced) || j->s_scale > 0x1p20f, (size_t)p->Hk);
+    }
+}
+
+static void job_start(job *j, const heed_problem *p, const heed_plan *plan, const heed_exec *x, unsigned char *left)
 {
     const heed_attention *a = &p->a;
-    *j = (job){ .p = p, .plan = plan, .s_scale = 1, .workspace = x->workspace };
+    *j = (job){ .p = p, .plan = plan, .s_scale = 1, .workspace = x->workspace, .left = left };
     if (a->scale != 0) { /* only a power of two, as it rounds nothing; at most scale and 1, lest a product overflow */
         int exponent;
         frexpf(a->scale, &exponent);

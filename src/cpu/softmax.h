@@ -29,25 +29,20 @@ INLINE vec largest(const float *s, int64_t from, int64_t to)
     return vec_max(x, y);
 }
 
-/* Two vectors of weights, columns i and i + W, to their row: floats, or units. */
-INLINE void store_weights(float *row, int64_t i, vec x, vec y, const int as_units)
+/* Two vectors of weights, columns i and i + W of row r: units to P, or floats to S. */
+INLINE void store_weights(float *P, float *S, int64_t r, int64_t i, vec x, vec y, const int as_units)
 {
-#if HEED_DOT
-    if (as_units) {
-        vec_store(row + i / 2, vec_to_pairs(x, y));
-        return;
-    }
-#endif
-    (void)as_units;
-    vec_store(row + i, x), vec_store(row + i + W, y);
+    if (as_units)
+        store_units_of(P + r * LDW, i, x, y);
+    else
+        vec_store(S + r * LDS + i, x), vec_store(S + r * LDS + i + W, y);
 }
 
-/* Scores of a tile to weights, in place, columns [from, to) of S, multiples of 2 W and W; updates m and l and says in keep
- * by what to scale O. as_units: see row_to_units(). A step of `next` for each row. */
-static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to, float c,
-                         const int as_units, ahead *next)
+/* The largest of columns [from, to) of each row of a tile raise m; l and O are to be scaled by keep. */
+INLINE void raise_tile(const float *S, float *m, float *l, float *keep, float *base, int64_t rows, int64_t from,
+                       int64_t to, float c)
 {
-    float top[MR + W], base[MR + W];
+    float top[MR + W];
     int64_t r = 0;
     for (; r < rows; r += 4) {
         const float *s = S + r * LDS;
@@ -59,31 +54,106 @@ static void softmax_tile(float *S, float *m, float *l, float *keep, int64_t rows
     for (r = rows; r < round_up(rows, W); r++)
         top[r] = -INFINITY;
     raise_maxima(m, l, top, keep, base, rows, c);
-    vec factor = vec_set1(c), sum[MR + W];
-    for (r = 0; r < rows; r++) {
-        float *s = S + r * LDS;
-        ask(next);
-        vec b = vec_set1(base[r]), sum1 = vec_zero(), sum2 = vec_zero();
-        int64_t i = from;
-        for (; i + W < to; i += 2 * W) {
-            vec x = vec_exp2(vec_mul(vec_sub(vec_load(s + i), b), factor));
-            vec y = vec_exp2(vec_mul(vec_sub(vec_load(s + i + W), b), factor));
-            store_weights(s, i, x, y, as_units);
-            sum1 = vec_add(sum1, x), sum2 = vec_add(sum2, y);
-        }
-        if (i < to) {
-            vec x = vec_exp2(vec_mul(vec_sub(vec_load(s + i), b), factor));
-            store_weights(s, i, x, vec_zero(), as_units);
-            sum1 = vec_add(sum1, x);
-        }
-        sum[r] = vec_add(sum1, sum2);
-    }
-    for (r = rows; r < round_up(rows, 4); r++)
+}
+
+/* The sums of a tile's weights, of which there are zeros behind the last row up to a multiple of 4, to l. */
+INLINE void add_sums(float *l, vec *sum, int64_t rows)
+{
+    for (int64_t r = rows; r < round_up(rows, 4); r++)
         sum[r] = vec_zero();
-    for (r = 0; r < rows; r += 4) {
+    for (int64_t r = 0; r < rows; r += 4) {
         float sums[4];
         vec_sum4(sum[r], sum[r + 1], sum[r + 2], sum[r + 3], sums);
         for (int64_t i = 0; i < HEED_MIN(4, rows - r); i++)
             l[r + i] += sums[i];
     }
 }
+
+/* Columns i and i + W, or i alone if that is the last before `to`, of row r: from scores to weights and onto their sums. */
+INLINE void weigh_pair(float *P, float *S, int64_t r, int64_t i, int64_t to, vec base, vec factor, vec sum[2],
+                       const int as_units)
+{
+    const float *s = S + r * LDS + i;
+    vec x = vec_exp2(vec_mul(vec_sub(vec_load(s), base), factor)), y = vec_zero();
+    if (i + W < to) {
+        y = vec_exp2(vec_mul(vec_sub(vec_load(s + W), base), factor));
+        sum[1] = vec_add(sum[1], y);
+    }
+    sum[0] = vec_add(sum[0], x);
+    store_weights(P, S, r, i, x, y, as_units);
+}
+
+/* Scores of a tile to weights, columns [from, to) of S, multiples of 2 W and W: as units to P, which is S or another place,
+ * or as floats where they are. Updates m and l and says in keep by what to scale O. A step of `next` for each row. */
+static inline void softmax_tile(float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from,
+                                int64_t to, float c, const int as_units, ahead *next)
+{
+    float base[MR + W];
+    vec sum[MR + W];
+    raise_tile(S, m, l, keep, base, rows, from, to, c);
+    for (int64_t r = 0; r < rows; r++) {
+        vec of_row[2] = { vec_zero(), vec_zero() };
+        int64_t i = from;
+        ask(next);
+        for (; i + W < to; i += 2 * W)
+            weigh_pair(P, S, r, i, INT64_MAX, vec_set1(base[r]), vec_set1(c), of_row, as_units);
+        if (i < to)
+            weigh_pair(P, S, r, i, to, vec_set1(base[r]), vec_set1(c), of_row, as_units);
+        sum[r] = vec_add(of_row[0], of_row[1]);
+    }
+    add_sums(l, sum, rows);
+}
+
+#if HEED_SPLIT
+/* The same in pieces: softmax_begin(), then weigh() while AMX multiplies for the next tile, then softmax_end(). */
+typedef struct weighing {
+    meanwhile work;
+    float *P, *S;
+    int64_t row, column, rows, from, to; /* row, column: what comes next */
+    float c, base[MR + W];
+    vec sum[MR + W][2];
+    ahead *next;
+} weighing;
+
+/* A piece: 4 W columns of one row at most. */
+static void weigh(meanwhile *work)
+{
+    weighing *w = (weighing *)work;
+    if (w->row == w->rows)
+        return;
+    int64_t i = w->column;
+    vec base = vec_set1(w->base[w->row]), factor = vec_set1(w->c), *sum = w->sum[w->row];
+    if (i + 4 * W <= w->to) {
+        each(h, 2)
+            weigh_pair(w->P, w->S, w->row, i + 2 * h * W, INT64_MAX, base, factor, sum, 1);
+        w->column = i += 4 * W;
+        if (i < w->to)
+            return;
+    } else
+        for (; i < w->to; i += 2 * W)
+            weigh_pair(w->P, w->S, w->row, i, w->to, base, factor, sum, 1);
+    w->column = w->from;
+    w->row++;
+    ask(w->next);
+}
+
+static void softmax_begin(weighing *w, float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from,
+                          int64_t to, float c, ahead *next)
+{
+    w->work.step = weigh, w->P = P, w->S = S, w->row = 0, w->column = from, w->rows = rows, w->from = from, w->to = to,
+    w->c = c;
+    w->next = next;
+    raise_tile(S, m, l, keep, w->base, rows, from, to, c);
+    memset(w->sum, 0, sizeof w->sum);
+}
+
+static void softmax_end(weighing *w, float *l)
+{
+    vec sum[MR + W];
+    while (w->row < w->rows)
+        weigh(&w->work);
+    for (int64_t r = 0; r < w->rows; r++)
+        sum[r] = vec_add(w->sum[r][0], w->sum[r][1]);
+    add_sums(l, sum, w->rows);
+}
+#endif

@@ -7,7 +7,8 @@
  * matrix by rows, used where it lies; otherwise panels of NR W columns, which is how a transposed K is packed.
  *
  * Along k everything counts in units of 32 bits: a float, or with HEED_DOT a pair of bf16 that one instruction
- * multiplies and sums. A tile keeps R x N vectors of C in registers, R up to MR and N up to NR; its inner loop is one
+ * multiplies and sums. With HEED_SPLIT each float is the sum of three bf16, and there are three planes of pairs, `plane`
+ * floats apart. A tile keeps R x N vectors of C in registers, R up to MR and N up to NR; its inner loop is one
  * broadcast and N multiply-adds for each row. AMX has tiles of its own: tile_amx.h. */
 
 #include <stdatomic.h>
@@ -25,6 +26,7 @@
 #endif
 
 #define PANEL (NR * W)
+#define PLANES (HEED_SPLIT ? 3 : 1)
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__has_feature) /* clang */
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
@@ -46,28 +48,55 @@ typedef struct left {
     const float *data;
     int64_t ld;
     int transposed;
+    int64_t plane;
 } left;
 
 typedef struct right {
     const float *data;
-    int64_t ld, next;
+    int64_t ld, next, plane;
 } right;
+
+/* From row r on; from unit k of the sums on. */
+static inline left left_from(left A, int64_t r, int64_t k)
+{
+    A.data += A.transposed ? r + k * A.ld : r * A.ld + k;
+    return A;
+}
+
+/* From unit k of the sums on; from column c on, a multiple of PANEL. */
+static inline right right_from(right B, int64_t k, int64_t c)
+{
+    B.data += k * B.ld + c / PANEL * B.next;
+    return B;
+}
 
 #define BC 256        /* keys in a block */
 #define LDS (BC + 16) /* floats from row to row of S: not a power of two, which would crowd the cache's sets */
+
+/* Weights as units, the left factor of O: with HEED_SPLIT in a place of their own, else over S. */
+#define WEIGHT_PLANE (BC / 2)
+#define LDW (HEED_SPLIT ? PLANES * WEIGHT_PLANE + 16 : LDS)
 
 static inline int64_t panel_count(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
 static const float keep_all[16] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
 
 /* Rows are dealt to tiles evenly, in whole units: 64 rows are 13+13+13+13+12 and not 14+14+14+14+8. A flat tile of half
- * the height is nearly as fast, and where rows see different keys it computes fewer pairs that nobody sees. */
-#define FLAT (MR > 6 ? MR / 2 : MR)
+ * the height is nearly as fast, and where rows see different keys it computes fewer pairs that nobody sees. HEED_SPLIT has
+ * whole tiles and what is left over, as rows are paired inside a tile. */
+#define FLAT (MR > 6 && !HEED_SPLIT ? MR / 2 : MR)
 static inline int64_t tile_count(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
 static inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index)
 {
+    if (HEED_SPLIT)
+        return HEED_MIN(rows, index * MR);
     return HEED_MIN(rows, (rows + PER_UNIT - 1) / PER_UNIT * index / count * PER_UNIT);
 }
+
+/* Work for vectors while AMX multiplies: step() does a piece of it, or nothing when all is done. */
+typedef struct meanwhile {
+    void (*step)(struct meanwhile *work);
+} meanwhile;
 
 #if HEED_AMX
 #include "tile_amx.h"
@@ -250,8 +279,9 @@ EACH_R(SCORES_PAIR)
 static scores_fn *const scores_of[MR][NR] = { EACH_R(SCORES_NAMES) }; /* [rows - 1][vectors - 1] */
 
 /* C [rows x vecs W] = A B for up to MR rows that are LDS apart; K in units. */
-static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K)
+static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K, meanwhile *work)
 {
+    (void)work;
     int64_t panels = vecs / NR;
     if (K == 1) {
         multiply(C, LDS, A, B, rows, vecs, K, NULL, NULL);

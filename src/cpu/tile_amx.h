@@ -50,36 +50,77 @@ static void leave_tiles(void)
 /* The compiler does not know that loading a register reads memory. */
 #define memory_is_written() __asm__ volatile("" ::: "memory")
 
-/* C += A B over whole steps; a_next: floats from a step of A to the next. */
-INLINE void sum_steps(const int low, const int wide, const float *a, const float *a_low, int64_t lda, int64_t a_next,
-                      const float *b, int64_t ldb, int64_t steps)
+/* A of one tile of C: whole steps, `next` floats apart, and at `rest` the units that are left over, with zeros behind them.
+ * HEED_SPLIT has whole steps only: there all that is multiplied is a copy. */
+typedef struct amx_left {
+    const float *data, *low, *rest;
+    int64_t ld, next, steps, left_over, plane;
+} amx_left;
+
+INLINE void load_left(const int low, const float *a, const float *a_low, long bytes)
 {
-    const long a_bytes = (long)(lda * 4), b_bytes = (long)(ldb * 4);
-    for (int64_t s = 0; s < steps; s++, a += a_next, a_low += a_next, b += STEP * ldb) {
-        _tile_loadd(A0, a, a_bytes);
-        _tile_loadd(B0, b, b_bytes);
-        _tile_dpbf16ps(C00, A0, B0);
-        if (wide) {
-            _tile_loadd(B1, b + W, b_bytes);
-            _tile_dpbf16ps(C01, A0, B1);
-        }
-        if (low) {
-            _tile_loadd(A1, a_low, a_bytes);
-            _tile_dpbf16ps(C10, A1, B0);
-            if (wide)
-                _tile_dpbf16ps(C11, A1, B1);
-        }
+    _tile_loadd(A0, a, bytes);
+    if (low)
+        _tile_loadd(A1, a_low, bytes);
+}
+
+INLINE void load_right(const int wide, const float *b, long bytes)
+{
+    _tile_loadd(B0, b, bytes);
+    if (wide)
+        _tile_loadd(B1, b + W, bytes);
+}
+
+INLINE void add_products(const int low, const int wide)
+{
+    _tile_dpbf16ps(C00, A0, B0);
+    if (wide)
+        _tile_dpbf16ps(C01, A0, B1);
+    if (low) {
+        _tile_dpbf16ps(C10, A1, B0);
+        if (wide)
+            _tile_dpbf16ps(C11, A1, B1);
     }
 }
 
-/* A of one tile of C: whole steps, and at `rest` the units that are left over, with zeros behind them. */
-typedef struct amx_left {
-    const float *data, *low, *rest;
-    int64_t ld, next, steps, left_over;
-} amx_left;
+#if HEED_SPLIT
+/* C += A B over whole steps, where a = a0 + a1 + a2 and b = b0 + b1 + b2, each part some 2^-8 of the one before: of the nine
+ * products six count. Four instructions take 64 cycles, in which vectors are free for a piece of other work. */
+INLINE void sum_steps(const int low, const int wide, const amx_left *A, const float *b, int64_t ldb, int64_t b_plane,
+                      meanwhile *work)
+{
+    const float *a = A->data, *a_low = A->low;
+    const long a_bytes = (long)(A->ld * 4), b_bytes = (long)(ldb * 4);
+    for (int64_t s = 0; s < A->steps; s++, a += A->next, a_low += A->next, b += STEP * ldb) {
+        const int of_a[] = { 0, 0, 1, 1, 2, 0 }, of_b[] = { 2, 1, 1, 0, 0, 0 };
+        each(i, 6) {
+            if (i == 0 || of_a[i] != of_a[i - 1])
+                load_left(low, a + of_a[i] * A->plane, a_low + of_a[i] * A->plane, a_bytes);
+            if (i == 0 || of_b[i] != of_b[i - 1])
+                load_right(wide, b + of_b[i] * b_plane, b_bytes);
+            add_products(low, wide);
+            if (work)
+                work->step(work);
+        }
+    }
+}
+#else
+/* C += A B over whole steps. */
+INLINE void sum_steps(const int low, const int wide, const amx_left *A, const float *b, int64_t ldb, int64_t b_plane,
+                      meanwhile *work)
+{
+    const float *a = A->data, *a_low = A->low;
+    (void)b_plane, (void)work;
+    for (int64_t s = 0; s < A->steps; s++, a += A->next, a_low += A->next, b += STEP * ldb) {
+        load_left(low, a, a_low, (long)(A->ld * 4));
+        load_right(wide, b, (long)(ldb * 4));
+        add_products(low, wide);
+    }
+}
+#endif
 
 INLINE void product(const int low, const int wide, float *C, int64_t ldc, const amx_left *A, const float *B,
-                    int64_t ldb)
+                    int64_t ldb, int64_t b_plane, meanwhile *work)
 {
     _Alignas(64) float rest[2 * HALF];
     _tile_zero(C00);
@@ -88,14 +129,15 @@ INLINE void product(const int low, const int wide, float *C, int64_t ldc, const 
         _tile_zero(C10);
         _tile_zero(C11);
     }
-    sum_steps(low, wide, A->data, A->low, A->ld, A->next, B, ldb, A->steps);
-    if (A->left_over) {
+    sum_steps(low, wide, A, B, ldb, b_plane, work);
+    if (!HEED_SPLIT && A->left_over) {
+        const amx_left last = { .data = A->rest, .low = A->rest + HALF, .ld = STEP, .steps = 1 };
         for (int64_t k = 0; k < STEP; k++)
             each(n, 1 + wide)
                 vec_store(rest + k * PANEL + n * W,
                           k < A->left_over ? vec_load(B + (A->steps * STEP + k) * ldb + n * W) : vec_zero());
         memory_is_written();
-        sum_steps(low, wide, A->rest, A->rest + HALF, STEP, 0, rest, PANEL, 1);
+        sum_steps(low, wide, &last, rest, PANEL, 0, NULL);
     }
     const long c_bytes = (long)(ldc * 4);
     _tile_stored(C00, C, c_bytes);
@@ -124,39 +166,42 @@ static void turn_left(float *to, const float *A, int64_t lda, int64_t R, int64_t
         }
 }
 
-static amx_left left_of(float *room, const float *A, int64_t lda, int transposed, int64_t R, int64_t K)
+static amx_left left_of(float *room, left A, int64_t R, int64_t K)
 {
-    amx_left a = { A, A + 16 * lda, room, lda, STEP, K / STEP, K % STEP };
-    if (transposed) {
-        turn_left(room, A, lda, R, K);
+    amx_left a = { A.data, A.data + 16 * A.ld, room, A.ld, STEP, K / STEP, K % STEP, A.plane };
+    if (HEED_SPLIT)
+        a.steps = (K + STEP - 1) / STEP;
+    else if (A.transposed) {
+        turn_left(room, A.data, A.ld, R, K);
         a.data = room, a.low = room + HALF, a.rest = room + a.steps * 2 * HALF, a.ld = STEP, a.next = 2 * HALF;
     } else if (a.left_over)
         for (int64_t r = 0; r < R; r++)
-            _mm512_store_ps(room + r * STEP,
-                            _mm512_maskz_loadu_ps((__mmask16)((1u << a.left_over) - 1), A + r * lda + a.steps * STEP));
+            _mm512_store_ps(room + r * STEP, _mm512_maskz_loadu_ps((__mmask16)((1u << a.left_over) - 1),
+                                                                   A.data + r * A.ld + a.steps * STEP));
     memory_is_written();
     return a;
 }
 
 /* As tile.h says: C [rows x vecs W] = A B, or keep C + A B; K in units, of which a transposed A has at most BQ / 2. */
-static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
-                     ahead *next)
+INLINE void multiply_all(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K,
+                         const float *keep, meanwhile *work)
 {
-    (void)next;
     _Alignas(64) float room[MOST_STEPS * 2 * HALF], sums[32 * PANEL];
     int64_t count = tile_count(rows, MR);
     for (int64_t t = 0; t < count; t++) {
         int64_t r = tile_begin(rows, count, t), R = tile_begin(rows, count, t + 1) - r;
-        amx_left a = left_of(room, A.data + (A.transposed ? r : r * A.ld), A.ld, A.transposed, R, K);
+        amx_left a = left_of(room, left_from(A, r, 0), R, K);
         shape_tiles((int)R);
         for (int64_t n = 0; n < vecs; n += NR) {
             float *c = C + r * ldc + n * W, *to = keep ? sums : c;
             int64_t N = HEED_MIN(NR, vecs - n), ld = keep ? PANEL : ldc;
             const float *b = B.data + n / NR * B.next;
             if (R > 16)
-                N == 2 ? product(1, 1, to, ld, &a, b, B.ld) : product(1, 0, to, ld, &a, b, B.ld);
+                N == 2 ? product(1, 1, to, ld, &a, b, B.ld, B.plane, work)
+                       : product(1, 0, to, ld, &a, b, B.ld, B.plane, work);
             else
-                N == 2 ? product(0, 1, to, ld, &a, b, B.ld) : product(0, 0, to, ld, &a, b, B.ld);
+                N == 2 ? product(0, 1, to, ld, &a, b, B.ld, B.plane, work)
+                       : product(0, 0, to, ld, &a, b, B.ld, B.plane, work);
             for (int64_t i = 0; keep && i < R; i++) {
                 vec k = vec_set1(keep == keep_all ? 1 : keep[r + i]);
                 for (int64_t w = 0; w < N * W; w += W)
@@ -166,10 +211,27 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
     }
 }
 
-/* For up to MR rows that are LDS apart. */
-static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K)
+static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
+                     ahead *next)
 {
-    multiply(C, LDS, A, B, rows, vecs, K, NULL, NULL);
+    (void)next;
+    multiply_all(C, ldc, A, B, rows, vecs, K, keep, NULL);
+}
+
+/* C = A B, and meanwhile some work, where given. */
+static void multiply_meanwhile(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K,
+                               meanwhile *work)
+{
+    if (HEED_SPLIT && work)
+        multiply_all(C, ldc, A, B, rows, vecs, K, NULL, work);
+    else
+        multiply(C, ldc, A, B, rows, vecs, K, NULL, NULL);
+}
+
+/* For up to MR rows that are LDS apart. */
+static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K, meanwhile *work)
+{
+    multiply_meanwhile(C, LDS, A, B, rows, vecs, K, work);
 }
 
 #undef C00

@@ -116,6 +116,36 @@ static inline vec vec_load_pairs(const uint16_t *a, const uint16_t *b)
 }
 /* W pairs: the 2 W numbers of two vectors, lo first, rounded to bf16. */
 static inline vec vec_to_pairs(vec lo, vec hi) { return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(hi, lo)); }
+/* x = part[0] + part[1] + part[2], exactly, if it is neither huge nor tiny: bf16 in the upper halves of their lanes, each
+ * nearest to what the ones before it left over. */
+static inline void vec_parts(vec x, vec part[3])
+{
+    const __m512i high = _mm512_set1_epi32((int)0xFFFF0000);
+    for (int i = 0; i < 2; i++) {
+        part[i] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), high));
+        x = _mm512_sub_ps(x, part[i]);
+    }
+    part[2] = x;
+}
+/* Lane i: the pair of the bf16 that are the upper halves of a_i and b_i. The lower ones are 0, but of tiny numbers. */
+static inline vec vec_join(vec a, vec b)
+{
+    const __m512i high = _mm512_set1_epi32((int)0xFFFF0000), low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(low, _mm512_castps_si512(b), high, 0xF8)); /* low | b & high */
+}
+/* The larger magnitude of each lane; NaN is larger than all. */
+static inline vec vec_larger(vec top, vec x)
+{
+    __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(top), bits));
+}
+static inline float vec_largest(vec top)
+{
+    uint32_t bits = _mm512_reduce_max_epu32(_mm512_castps_si512(top));
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
 /* a and b hold 2 W bf16 each. Lane i of the result: the pair (a_i, b_i), or with `high` (a_(i+W), b_(i+W)). */
 static inline vec vec_zip(vec a, vec b, const int high)
 {
