@@ -7,11 +7,6 @@
 
 /* ---- Ways that are switches of the kernels ----------------------------------------------------------------------- */
 
-/* One tile of dQ on its way out in place of two. */
-template <class B> struct staged_once : B {
-    static constexpr int STAGED = 1;
-};
-
 /* Groups compute exponentials when they like. */
 template <class B> struct unpaced : B {
     static constexpr bool PACED = false;
@@ -59,8 +54,8 @@ template <int D, int... REST> using dkv = backward_shape<true, D, REST...>;
 template <int D, int... REST> using dq = backward_shape<false, D, REST...>;
 
 using sums64 = sums<64, 2, 4, 4, EXACT | AHEAD | OWNER, 3>;
-using sums96 = sums<96, 1, 2, 2, AHEAD, 3>;
-using sums128 = sums<128, 1, 2, 2, 0, 3>;
+using sums96 = sums<96, 1, 2, 2, AHEAD | EXACT, 2>;
+using sums128 = sums<128, 1, 2, 2, AHEAD | OWNER, 2>;
 
 #define ALL(NAME, D, ...)                                                                                              \
     {                                                                                                                  \
@@ -85,7 +80,6 @@ static const variant variants[] = {
     ALL("2 dS", 64, sums<64, 2, 4, 4, EXACT | AHEAD | OWNER, 2>),
     ALL("2 stages", 64, sums<64, 2, 2, 2, EXACT | AHEAD | OWNER, 3>),
     ALL("1 own tile", 64, sums<64, 1, 4, 4, EXACT | AHEAD | OWNER, 3>),
-    ALL("1 dQ staged", 64, staged_once<sums64>),
     ALL("dQ alternately", 64, sums<64, 2, 4, 4, EXACT | AHEAD, 3>),
     ALL("rounded P", 64, sums<64, 2, 4, 4, AHEAD | OWNER, 3>),
     ALL("next S early", 64, sums<64, 2, 4, 4, EARLY | EXACT | AHEAD | OWNER, 3>),
@@ -103,16 +97,15 @@ static const variant variants[] = {
     KEYS("roles", 64, 64, 2, 4, 4, 0, 0, 2),
     QUERIES("128 queries", 64, 128, 2, 4, 4),
     QUERIES("K twice", 64, 192, 2, 2, 2),
-    ALL("dQ alternately, 3 dS", 96, sums96),
-    ALL("2 dS", 96, sums<96, 1, 2, 2, AHEAD, 2>),
-    ALL("owner of dQ", 96, sums<96, 1, 2, 2, AHEAD | OWNER, 3>),
+    ALL("dQ alternately, 2 dS", 96, sums96),
+    ALL("rounded P", 96, sums<96, 1, 2, 2, AHEAD, 2>),
+    ALL("owner of dQ", 96, sums<96, 1, 2, 2, AHEAD | OWNER, 2>),
     ALL("exponentials at any time", 96, unpaced<sums96>),
     ALL("one head at a time", 96, sums96, 1),
     KEYS("2 stages", 96, 128, 2, 2, 2, EARLY | AHEAD),
     KEYS("4 stages", 96, 128, 1, 4, 4, EARLY | AHEAD),
-    ALL("dQ alternately, 3 dS", 128, sums128),
-    ALL("2 dS", 128, sums<128, 1, 2, 2, 0, 2>),
-    ALL("ahead", 128, sums<128, 1, 2, 2, AHEAD, 3>),
+    ALL("owner of dQ, 2 dS", 128, sums128),
+    ALL("not ahead", 128, sums<128, 1, 2, 2, OWNER, 2>),
     ALL("exponentials at any time", 128, unpaced<sums128>),
     ALL("one head at a time", 128, sums128, 1),
     ALL("all heads", 128, sums128, 1 << 30),

@@ -7,6 +7,8 @@
 
 struct term_rows {
     float *L, *delta; /* [batches][Hq][pitch] */
+    uint4 *terms;     /* as many, where dQ is summed, of -L / c and -delta: both_terms() */
+    float inverse;    /* 1 / c */
     dq_sums sums;
     int *turns;    /* of as many places: they start at 0, as do */
     int *counters; /* of the two kernels that follow */
@@ -99,6 +101,9 @@ __global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a
         const bool none = x.lse == -CUDART_INF_F;
         t.L[(int64_t)bh * t.pitch + i] = none ? CUDART_INF_F : L;
         t.delta[(int64_t)bh * t.pitch + i] = none ? 0.0f : x.delta + sum;
+        if (t.terms)
+            t.terms[(int64_t)bh * t.pitch + i] = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse,
+                                                            none ? 0.0f : -(x.delta + sum));
     });
     wait_for_last(); /* so that who waits for this kernel has waited for the pieces of work, too */
 }
@@ -248,7 +253,7 @@ __global__ void __launch_bounds__(128)
     piece &w = t.pieces[at];
     describe(a, q, keys, row, rows, t.grid, w);
     if (lane == 0)
-        w.rows = rows, w.tile = tile, w.turns = piece_at(a, false, COLUMNS, b, 0),
+        w.ranges = at * t.rows, w.rows = rows, w.tile = tile, w.turns = piece_at(a, false, COLUMNS, b, 0),
         w.sums = piece_at(a, false, 16, b, 0);
     if (keys)
         find_turn(a, q, tile, t.rows, w);
@@ -291,13 +296,14 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, void *me
     const size_t terms = (size_t)(p->a.q.shape[0] * p->Hq * pitch_of(p)) * sizeof(float);
     t->terms.L = (float *)space.take(terms);
     t->terms.delta = (float *)space.take(terms);
-    t->terms.sums.data = NULL;
+    t->terms.sums.data = NULL, t->terms.terms = NULL;
     if (sums) {
         const int64_t rows = p->a.q.shape[0] * p->a.q.shape[2];
         dq_sums &to = t->terms.sums;
         to.strips = (int)(rows / 16 + p->B + 1), to.width = form.all.head_dim;
         to.data = (float *)space.take((size_t)(p->Hq * to.strips * 16 * to.width) * sizeof(float));
         t->terms.places = (int)((rows / COLUMNS + p->B + 1) * p->Hq);
+        t->terms.terms = (uint4 *)space.take(terms * 4);
         t->terms.turns = (int *)space.take((size_t)t->terms.places * TURN_APART * sizeof(int));
     }
     t->terms.counters = (int *)space.take(2 * sizeof(int));
@@ -437,12 +443,15 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
         return status;
     lay_out(p, form, x->workspace, &t);
     job.rule = rule_of(job.a);
+    if (t.terms.terms && fabsf(job.rule.c) < 1e-30f)
+        job.rule.c = 1e-30f; /* so that there is an L / c */
+    t.terms.inverse = 1.0f / job.rule.c;
     const term_rows &terms = t.terms;
     if ((status = prepare(p, &job.a, &t, x)))
         return status;
     if (is_nothing(p))
         return clear_all(p, job.a, x);
-    job.L = terms.L, job.delta = terms.delta, job.pitch = terms.pitch;
+    job.L = terms.L, job.delta = terms.delta, job.terms = terms.terms, job.pitch = terms.pitch;
     job.sums = terms.sums, job.turns = terms.turns, job.any_order = x->nondeterministic;
     status = run(&job, p, t, form, chip.units, x);
     if (status || !job.sums.data)

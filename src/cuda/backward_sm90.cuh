@@ -96,14 +96,14 @@ __device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }
 
 /* The general case: P of columns outside the row's range is 0, and none exceeds 1. L(e): that of element e. range: of
  * this lane's rows. column: this lane's first. */
-template <bool CAPPED, class Terms>
+template <bool CAPPED, int FROM, int TO, class Terms>
 __device__ inline void careful_probabilities(float (&S)[COLUMNS / 2], const score_rule &rule, const int2 *range,
                                              int column, Terms L)
 {
     const int low[2] = { range[0].x - column, range[8].x - column };
     const int high[2] = { range[0].y - column, range[8].y - column };
 #pragma unroll
-    for (int e = 0; e < COLUMNS / 2; e++) {
+    for (int e = FROM; e < TO; e++) {
         const int i = column_of(e), r = e / 2 % 2;
         const float x = CAPPED ? rule.out * tangent<false>(rule.in * S[e]) - L(e) : fmaf(S[e], rule.c, -L(e));
         const float P = exp2_fast(min_or_nan(x, 0.0f));
@@ -118,19 +118,21 @@ __device__ inline float slope_at(const score_rule &rule, float P, float L)
     return P == 0.0f ? 0.0f : 1.0f - u * u;
 }
 
-/* S becomes P. L belongs to the columns (keys own the rows); ranges are those of the own rows; care: see care_for(). */
-template <bool CAPPED>
+/* S becomes P. L belongs to the columns (keys own the rows), and where it is ADDED, S has -L / c in it; ranges are those
+ * of the own rows; care: see care_for(). */
+template <bool CAPPED, bool ADDED = false, int FROM = 0, int TO = COLUMNS / 2>
 __device__ inline void probabilities_by_column(float (&S)[COLUMNS / 2], const float *L, const score_rule &rule,
                                                int care, const int2 *range)
 {
     L += threadIdx.x % 4 * 2;
     if (!CAPPED && care < 0) {
 #pragma unroll
-        for (int e = 0; e < COLUMNS / 2; e++)
-            S[e] = exp2_fast(fmaf(S[e], rule.c, -L[column_of(e)]));
+        for (int e = FROM; e < TO; e++)
+            S[e] = exp2_fast(ADDED ? S[e] * rule.c : fmaf(S[e], rule.c, -L[column_of(e)]));
         return;
     }
-    careful_probabilities<CAPPED>(S, rule, range, care + threadIdx.x % 4 * 2, [&](int e) { return L[column_of(e)]; });
+    careful_probabilities<CAPPED, FROM, TO>(S, rule, range, care + threadIdx.x % 4 * 2,
+                                            [&](int e) { return ADDED ? 0.0f : L[column_of(e)]; });
 }
 
 template <class T> __device__ inline float2 unpack2(uint32_t x);
@@ -140,15 +142,15 @@ template <> __device__ inline float2 unpack2<__nv_bfloat16>(uint32_t x)
     return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
 }
 
-/* dP becomes dS = P (dP - delta). */
-template <bool CAPPED>
+/* dP becomes dS = P (dP - delta), or where that is ADDED, P dP. */
+template <bool CAPPED, bool ADDED = false>
 __device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], const float (&P)[COLUMNS / 2], const float *L,
                                                const float *delta, const score_rule &rule)
 {
     L += threadIdx.x % 4 * 2, delta += threadIdx.x % 4 * 2;
 #pragma unroll
     for (int e = 0; e < COLUMNS / 2; e++)
-        dP[e] = (dP[e] - delta[column_of(e)]) * P[e];
+        dP[e] = (ADDED ? dP[e] : dP[e] - delta[column_of(e)]) * P[e];
     if (CAPPED)
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; e++)
@@ -157,7 +159,7 @@ __device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], const f
 
 /* The same from P as dV gets it, where the registers of the exact one have a next S to receive. Columns 16 k to 16 k +
  * 15. */
-template <class T, bool CAPPED>
+template <class T, bool CAPPED, bool ADDED = false>
 __device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], int k, uint4 P, const float *L,
                                                const float *delta, const score_rule &rule)
 {
@@ -166,7 +168,8 @@ __device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], int k, 
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int e = k * 8 + i * 2;
-        const float2 x = unpack2<T>(packed[i]), d = *(const float2 *)(delta + column_of(e));
+        const float2 x = unpack2<T>(packed[i]),
+                     d = ADDED ? make_float2(0.0f, 0.0f) : *(const float2 *)(delta + column_of(e));
         dP[e] = (dP[e] - d.x) * x.x, dP[e + 1] = (dP[e + 1] - d.y) * x.y;
         if (CAPPED) {
             dP[e] *= slope_at(rule, x.x, L[column_of(e)]);
@@ -186,7 +189,7 @@ __device__ inline void probabilities_by_row(float (&S)[COLUMNS / 2], const float
             S[e] = exp2_fast(fmaf(S[e], rule.c, -L[e / 2 % 2]));
         return;
     }
-    careful_probabilities<CAPPED>(S, rule, range, column, [&](int e) { return L[e / 2 % 2]; });
+    careful_probabilities<CAPPED, 0, COLUMNS / 2>(S, rule, range, column, [&](int e) { return L[e / 2 % 2]; });
 }
 
 template <bool CAPPED>

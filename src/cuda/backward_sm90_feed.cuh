@@ -44,6 +44,7 @@ struct backward_job {
     dq_sums sums;
     int *turns; /* by place_of(): how many tiles of keys, of all that the sequence has, a tile of dQ is past; 0: none */
     const float *L, *delta;
+    const uint4 *terms; /* of as many rows, where dQ is summed: both_terms() */
     int pitch;
     score_rule rule;
     const struct piece *pieces; /* by piece_at() */
@@ -64,11 +65,12 @@ struct piece {
     int other_batch, other_row; /* where column 0 lies */
     int columns;                /* that the sequence has */
     int head;
-    int tile;  /* of the own rows, counted from the sequence's first */
-    int turns; /* where the sequence's first tile of queries stands among those that wait for turns, */
-    int sums;  /* and its first strip of rows among the sums */
-    int turn;  /* of the own rows to add to dQ; */
-    int alone; /* from this tile of columns on, they are the first */
+    int tile;   /* of the own rows, counted from the sequence's first */
+    int turns;  /* where the sequence's first tile of queries stands among those that wait for turns, */
+    int sums;   /* and its first strip of rows among the sums */
+    int turn;   /* of the own rows to add to dQ; */
+    int ranges; /* where those of the own rows begin */
+    int alone;  /* from this tile of columns on, they are the first */
     int begin[3], end[3], inside[3], outside[3];
 };
 
@@ -150,13 +152,17 @@ struct backward_shape {
     static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, OWNERS = WAYS & OWNER ? 1 : 0,
                          THREADS = 128 * (CONSUMERS + OWNERS + 1);
     /* Registers that producers and dQ's owner keep of what each thread starts with, and those that consumers get. */
-    static constexpr int FEW = OWNERS || CONSUMERS > 2 ? 32 : 24, SOME = 64,
-                         MANY = OWNERS           ? (512 - FEW - SOME) / 2
-                                : CONSUMERS == 2 ? 240
-                                                 : 160;
+    static constexpr int FEW = OWNERS || CONSUMERS > 2 ? 32
+                               : ADDS                  ? 40
+                                                       : 24,
+                         SOME = 64,
+                         MANY = OWNERS          ? (512 - FEW - SOME) / 2
+                                : CONSUMERS > 2 ? 160
+                                                : (504 - FEW) / 2;
     static constexpr bool APART = ADDS && SLOTS == 1; /* V comes before K: as soon as dV is out of its place */
-    static constexpr int STAGED = D <= 64 ? 2 : 1;
-    static constexpr int WORKS = ADDS ? 2 : SLOTS; /* pieces of work that are known at a time */
+    static constexpr bool NARROW = OWNERS && D > 96;  /* a warpgroup that has dK and dV has few registers beside them */
+    static constexpr bool NUMBERS = KEYS && !ADDS;    /* L and delta are read as such, not multiplied: add_term() */
+    static constexpr int WORKS = ADDS ? 2 : SLOTS;    /* pieces of work that are known at a time */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
 };
 
@@ -168,11 +174,14 @@ template <class C> struct backward_shared {
     char first[C::FIRST][C::BYTES];
     char second[C::SECOND][C::BYTES];
     char dS[C::ADDS ? C::DS : 1][C::ADDS ? C::ROWS * 128 : 16]; /* [64 queries][ROWS keys], in boxes of 64 keys */
-    float4 stage[C::STAGED][C::ADDS ? COLUMNS * C::D / 4 : 1];  /* tiles of dQ on their way to the sums */
+    uint4 terms[C::ADDS ? C::FIRST : 1][C::ADDS ? COLUMNS : 1],
+        ones[3][C::ADDS ? 8 : 1]; /* see add_term(); memcheck wants 2 KB from each on */
+    float4 stage[C::ADDS ? 2 : 1][C::ADDS ? COLUMNS * C::D / 4 : 1]; /* tiles of dQ on their way to the sums */
     uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
-    float L[C::KEYS ? C::FIRST : 1][COLUMNS], delta[C::KEYS ? C::SECOND : 1][COLUMNS]; /* of the tiles in the rings */
-    int care[C::KEYS ? C::FIRST : 1][C::GROUPS];                                       /* see care_for() */
-    int2 range[C::WORKS][C::ROWS]; /* of the columns that an own row sees */
+    float L[C::NUMBERS ? C::FIRST : 1][C::NUMBERS ? COLUMNS : 1];
+    float delta[C::NUMBERS ? C::SECOND : 1][C::NUMBERS ? COLUMNS : 1]; /* of the tiles in the rings */
+    int care[C::KEYS ? C::FIRST : 1][C::GROUPS];                       /* see care_for() */
+    int2 range[C::ADDS ? 1 : C::WORKS][C::ADDS ? 1 : C::ROWS];         /* of the columns that an own row sees */
     piece work[C::WORKS];
     uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
@@ -200,7 +209,7 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
             barrier_init(shared_address(&s.first_free[i]), 128 * C::CONSUMERS);
         }
         for (int i = 0; i < C::SECOND; i++) {
-            barrier_init(shared_address(&s.second_full[i]), C::KEYS ? 33 : 1);
+            barrier_init(shared_address(&s.second_full[i]), C::NUMBERS ? 33 : 1);
             barrier_init(shared_address(&s.second_free[i]), 128 * C::CONSUMERS);
         }
         for (int i = 0; i < 3; i++)
@@ -223,6 +232,13 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
             }
         }
         barrier_init_done();
+    }
+    if (C::ADDS && threadIdx.x < 24) { /* eight times 1, 1, 1, 0 for the one and for the other, and zeros for both */
+        const int which = threadIdx.x / 8;
+        const uint2 one = make_uint2(0x3F803F80, 0x3F80), none = make_uint2(0, 0), x = which == 0 ? one : none,
+                    y = which == 1 ? one : none;
+        s.ones[which][threadIdx.x % 8] = make_uint4(x.x, x.y, y.x, y.y);
+        fence_async();
     }
     __syncthreads();
 }
@@ -283,15 +299,14 @@ __device__ inline void ask_for_own(const backward_job &p, backward_shared<C> &s,
 }
 
 /* Brings keys of which only so many belong to the sequence. Where their dS is summed, the others must not be there. */
-template <class C>
-__device__ inline void bring_some_keys(const backward_job &p, backward_shared<C> &s, int slot, int &landed)
+template <class C> __device__ inline void bring_some_keys(const backward_job &p, backward_shared<C> &s, int n)
 {
+    const int slot = n % C::WORKS;
     const piece &w = s.work[slot];
     const uint32_t barrier = shared_address(&s.landed[2]);
     if (threadIdx.x % 32 == 0)
         ask_for_own(p, s, slot, barrier);
-    wait(barrier, landed);
-    landed ^= 1;
+    wait(barrier, n & 1);
     clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][0], w.rows);
     clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][1], w.rows);
     fence_async();
@@ -351,31 +366,73 @@ __device__ inline int care_for(const piece &w, int group, int column, bool large
     return !large && column >= w.inside[group] && column + COLUMNS <= w.outside[group] ? -1 : column;
 }
 
-/* Where the columns are queries: L and delta of each that a piece of work meets, asked for before there is room for
- * them; up to so many more tiles, from `step` of head h on. The copy engine would want them at multiples of 16 bytes. */
+/* A number as the sum of three of bf16, and 0; infinity as the largest. */
+__device__ inline uint2 three_terms(float x)
+{
+    x = -min_or_nan(-min_or_nan(x, 3.38e38f), 3.38e38f);
+    const float high = __bfloat162float(__float2bfloat16_rn(x)), rest = x - high;
+    const float middle = __bfloat162float(__float2bfloat16_rn(rest));
+    return make_uint2(pack<__nv_bfloat16>(high, middle), pack<__nv_bfloat16>(rest - middle, 0.0f));
+}
+
+/* What a query adds to its column of S^T and of dP^T, as add_term() wants it. */
+__device__ inline uint4 both_terms(float x, float y)
+{
+    const uint2 a = three_terms(x), b = three_terms(y);
+    return make_uint4(a.x, a.y, b.x, b.y);
+}
+
+/* Whether the L behind terms is large. */
+__device__ inline bool has_large(const backward_job &p, uint4 terms)
+{
+    const float high = fabsf(__uint_as_float(terms.x << 16));
+    return high * fabsf(p.rule.c) > 65536.0f && high < 3.3e38f;
+}
+
+/* Where L, delta and terms of a head's rows from `column` on stand. */
+__device__ inline int64_t term_at(const backward_job &p, const piece &w, int head, int column)
+{
+    return (int64_t)(w.other_batch * p.a.Hq + head) * p.pitch + (w.other_row + column);
+}
+
+/* Where the columns are queries, what goes with each tile that a piece of work meets, asked for before there is room for
+ * it: what it needs of care, and L and delta as numbers or as terms. Up to so many more tiles, from `step` of head h on.
+ * The copy engine would want numbers at multiples of 16 bytes. */
 template <class C>
 __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s, const piece &w, int &h, int &step,
                                    int &tile, int more)
 {
     const int lane = threadIdx.x % 32;
-    const auto bring = [&](float *to, float x, float y, uint64_t *full) {
-        to[lane] = x, to[lane + 32] = y;
-        arrive(shared_address(full));
-    };
     for (; step < w.tiles && more; more--, tile++) {
-        const int column = column_at<C>(w, step), row = w.other_row + column + lane;
-        const int64_t at = ((int64_t)w.other_batch * p.a.Hq + w.head * p.a.G + h) * p.pitch + row;
+        const int column = column_at<C>(w, step);
+        const int64_t at = term_at(p, w, w.head * p.a.G + h, column) + lane;
         const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
-        const float *L = p.L + at, *delta = p.delta + at;
-        const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
-        const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
-        const bool large = p.a.softcap > 0 || __any_sync(~0u, is_large(L0) || is_large(L1));
-        wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
-        if (lane < C::GROUPS)
-            s.care[first][lane] = care_for(w, lane, column, large);
-        bring(s.L[first], L0, L1, &s.first_full[first]);
-        wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
-        bring(s.delta[second], delta0, delta1, &s.second_full[second]);
+        const auto describe = [&](bool large) {
+            const bool any = p.a.softcap > 0 || __any_sync(~0u, large);
+            wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
+            if (lane < C::GROUPS)
+                s.care[first][lane] = care_for(w, lane, column, any);
+        };
+        if constexpr (C::NUMBERS) {
+            const auto bring = [&](float *to, float x, float y, uint64_t *full) {
+                to[lane] = x, to[lane + 32] = y;
+                arrive(shared_address(full));
+            };
+            const float *L = p.L + at, *delta = p.delta + at;
+            const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
+            const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
+            describe(is_large(L0) || is_large(L1));
+            bring(s.L[first], L0, L1, &s.first_full[first]);
+            wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
+            bring(s.delta[second], delta0, delta1, &s.second_full[second]);
+        } else {
+            const uint4 none = make_uint4(0, 0, 0, 0), *const terms = p.terms + at;
+            const uint4 x = live > 0 ? terms[0] : none, y = live > 32 ? terms[32] : none;
+            describe(has_large(p, x) || has_large(p, y));
+            s.terms[first][lane] = x, s.terms[first][lane + 32] = y;
+            fence_async();
+            arrive(shared_address(&s.first_full[first]));
+        }
         if (++h == p.a.G)
             h = 0, step++;
     }
@@ -391,7 +448,7 @@ __device__ inline void describe_piece(const backward_job &p, backward_shared<C> 
     if (lane < sizeof(piece) / sizeof(int))
         ((int *)&w)[lane] = ((const int *)&p.pieces[at])[lane];
 #pragma unroll 2 /* there are few registers */
-    for (int r = lane; r < C::ROWS; r += 32)
+    for (int r = lane; !C::ADDS && r < C::ROWS; r += 32)
         s.range[slot][r] = p.ranges[(int64_t)at * C::ROWS + r];
     __syncwarp();
     if (lane == 0)
@@ -406,7 +463,7 @@ __device__ inline void describe_piece(const backward_job &p, backward_shared<C> 
 template <class C> __device__ inline void bring_own(const backward_job &p, backward_shared<C> &s)
 {
     const int lane = threadIdx.x % 32;
-    for (int n = 0, landed = 0, met = 0;;) {
+    for (int n = 0, met = 0;;) {
         const int slot = n % C::WORKS;
         piece &w = s.work[slot];
         const uint32_t full = shared_address(&s.own_full[n % C::SLOTS]);
@@ -447,10 +504,11 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         if (C::ADDS)
             wait_own_free(s, n);
         if (some)
-            bring_some_keys(p, s, slot, landed);
-        else if (lane == 0)
+            bring_some_keys(p, s, n);
+        else if (lane == 0) {
+            arrive(shared_address(&s.landed[2])); /* whose phase says how many pieces there were */
             ask_for_own(p, s, slot, full, 0, C::APART ? 0 : 1);
-        else
+        } else
             arrive(full);
         if constexpr (C::APART) {
             bring_terms<C>(p, s, w, h, step, met, 1);
@@ -466,7 +524,7 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
 /* One tile of the columns' side into its ring. live: rows of it that belong to the sequence. */
 template <class C, int RING>
 __device__ inline void bring_tile(const backward_job &p, backward_shared<C> &s, const piece &w, int head, int column,
-                                  int tile, int live, int &landed)
+                                  int tile, int live)
 {
     constexpr int STAGES = RING ? C::SECOND : C::FIRST;
     const int stage = tile % STAGES;
@@ -475,13 +533,14 @@ __device__ inline void bring_tile(const backward_job &p, backward_shared<C> &s, 
     const uint32_t barrier = live < COLUMNS ? shared_address(&s.landed[RING]) : full;
     wait(shared_address(RING ? &s.second_free[stage] : &s.first_free[stage]), tile / STAGES & 1 ^ 1);
     if (threadIdx.x % 32 == 0) {
+        if (live >= COLUMNS)
+            arrive(shared_address(&s.landed[RING])); /* whose phase says how many tiles there were */
         arrive_expecting(barrier, C::BYTES);
         load_tile<C::D, COLUMNS>(shared_address(to), p.other[RING], w.other_row + column, head, w.other_batch, barrier);
     }
     if (live >= COLUMNS)
         return;
-    wait(barrier, landed >> RING & 1);
-    landed ^= 1 << RING;
+    wait(barrier, tile & 1);
     clear_rows<COLUMNS, C::BYTES>(to, live);
     fence_async();
     __syncwarp();
@@ -494,7 +553,6 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
 {
     const args &a = p.a;
     const bool cuts = C::KEYS ? a.lengths_q || a.offsets_q : a.lengths_k || a.offsets_k;
-    int landed = 0;
     for (int n = 0, tile = 0;; n++) {
         const int slot = n % C::WORKS;
         const piece &w = s.work[slot];
@@ -504,9 +562,9 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
         for (int h = 0, step = 0; step < w.tiles; tile++) {
             const int column = column_at<C>(w, step), live = cuts ? w.columns - column : COLUMNS;
             const int head = C::KEYS ? w.head * a.G + h : w.head / a.G;
-            bring_tile<C, RING>(p, s, w, head, column, tile, live, landed);
+            bring_tile<C, RING>(p, s, w, head, column, tile, live);
             if (C::ADDS)
-                bring_tile<C, 1>(p, s, w, head, column, tile, live, landed);
+                bring_tile<C, 1>(p, s, w, head, column, tile, live);
             if (!C::KEYS || ++h == a.G)
                 h = 0, step++;
         }
@@ -536,21 +594,21 @@ template <class C> __device__ inline void bring_all_terms(const backward_job &p,
 template <class C>
 __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, const piece &w, int tile, int h, int row)
 {
-    const uint32_t stage = shared_address(s.stage[tile % C::STAGED]);
-    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::D * (int)sizeof(float);
     const bool first = row / COLUMNS >= w.alone;
     int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
     while (!first && (p.any_order ? see_turn(turn) == 0 : see_turn(turn) != w.turn))
         ;
     fence_async_global();
     wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
+    const uint32_t stage = shared_address(s.stage[tile % 2]);
+    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::D * (int)sizeof(float);
     if (first)
         bulk_store(p.sums.at(h, w.sums, row), stage, bytes);
     else
         bulk_add(p.sums.at(h, w.sums, row), stage, bytes);
     bulk_commit();
     bulk_wait_read();
-    arrive(shared_address(&s.stage_free[(tile + C::STAGED) % 2]));
+    arrive(shared_address(&s.stage_free[tile % 2]));
     if (p.any_order && !first)
         return;
     bulk_wait();

@@ -71,6 +71,27 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
     return tile;
 }
 
+/* The product's columns, which are queries, have terms that all rows share: -L / c for S^T (0), -delta for dP^T (1). One
+ * more step of the product adds them. Read by each lane, they would have to wait for the tensor core to leave a way to
+ * shared memory. */
+template <class C>
+__device__ inline void add_term(float (&S)[COLUMNS / 2], const backward_shared<C> &s, int tile, int which)
+{
+    if constexpr (C::ADDS)
+        wgmma<__nv_bfloat16, COLUMNS>::template shared<0, 0>(
+            S, small_tile_at(shared_address(s.ones[0]) + which * 128, (2 - which) * 128, 0),
+            small_tile_at(shared_address(s.terms[0]) + tile % C::FIRST * (COLUMNS * 16), 0, 128), 1);
+}
+
+/* Elements FROM to TO of P, multiples of 8, as a left operand. */
+template <class T, int FROM, int TO>
+__device__ inline void pack_some(uint32_t (&P)[COLUMNS / 16][4], const float (&S)[COLUMNS / 2])
+{
+#pragma unroll
+    for (int i = FROM / 2; i < TO / 2; i++)
+        P[i / 4][i % 4] = pack<T>(S[2 * i], S[2 * i + 1]);
+}
+
 /* One tile, whose S is there. While its dS is computed (EARLY) or its dK, the tensor core has S of the next to do,
  * unless this is the last, and dK may take until the next P is computed (LATE). */
 template <class T, class C, bool CAPPED, bool LAST>
@@ -83,21 +104,39 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     float dP[COLUMNS / 2], next[COLUMNS / 2];
     uint32_t P[COLUMNS / 16][4];
     const uint64_t dO = second_tile(s, tile);
-    wait_second(s, tile);
-    wgmma_fence();
-    multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
-    wgmma_commit();
+    const float *const L = s.L[C::NUMBERS ? tile % C::FIRST : 0],
+                       *const delta = s.delta[C::NUMBERS ? tile % C::SECOND : 0];
+    const auto start_dP = [&] {
+        wait_second(s, tile);
+        wgmma_fence();
+        multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
+        add_term(dP, s, tile, 1);
+        wgmma_commit();
+    };
+    const int2 *const range = C::ADDS ? p.ranges + s.work[x.slot].ranges + row : &s.range[x.slot][row];
+    if (!C::NARROW)
+        start_dP();
     if (!(C::WAYS & AHEAD))
         x.care = uniform(s.care[tile % C::FIRST][x.group]);
     keep_order(tile);
     begin_exponentials<C>(x.group);
-    probabilities_by_column<CAPPED>(x.S, s.L[tile % C::FIRST], rule, x.care, &s.range[x.slot][row]);
-    if (C::WAYS & LATE) {
-        wgmma_wait<1>(); /* dK of the tile before */
-        if (tile != x.first)
-            release_first(s, tile - 1);
+    if constexpr (C::NARROW) { /* S and dP do not fit in side by side, but the last quarter of S does */
+        constexpr int MOST = COLUMNS / 8 * 3, ALL = COLUMNS / 2;
+        probabilities_by_column<CAPPED, C::ADDS, 0, MOST>(x.S, L, rule, x.care, range);
+        pack_some<T, 0, MOST>(P, x.S);
+        start_dP();
+        keep_order(tile);
+        probabilities_by_column<CAPPED, C::ADDS, MOST, ALL>(x.S, L, rule, x.care, range);
+        pack_some<T, MOST, ALL>(P, x.S);
+    } else {
+        probabilities_by_column<CAPPED, C::ADDS>(x.S, L, rule, x.care, range);
+        if (C::WAYS & LATE) {
+            wgmma_wait<1>(); /* dK of the tile before */
+            if (tile != x.first)
+                release_first(s, tile - 1);
+        }
+        pack_rows<T, COLUMNS>(P, x.S);
     }
-    pack_rows<T, COLUMNS>(P, x.S);
     wgmma_fence();
     multiply_columns<T, D, COLUMNS>(x.dV, P, dO); /* dV += P^T dO */
     wgmma_commit();
@@ -106,6 +145,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
         wait_first(s, tile + 1);
         wgmma_fence();
         multiply_rows<T, D, C::ROWS, COLUMNS>(next, x.K, first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
+        add_term(next, s, tile + 1, 0);
         wgmma_commit();
         if (C::WAYS & AHEAD)
             x.care = uniform(s.care[(tile + 1) % C::FIRST][x.group]);
@@ -114,12 +154,14 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
         start_next();
     wgmma_wait<NEXT ? 2 : 1>(); /* dP */
     if (C::WAYS & EXACT)
-        differentiate_by_column<CAPPED>(dP, x.S, s.L[tile % C::FIRST], s.delta[tile % C::SECOND], rule);
+        differentiate_by_column<CAPPED, C::ADDS>(dP, x.S, L, delta, rule);
     else
 #pragma unroll
         for (int k = 0; k < COLUMNS / 16; k++)
-            differentiate_by_column<T, CAPPED>(dP, k, make_uint4(P[k][0], P[k][1], P[k][2], P[k][3]),
-                                               s.L[tile % C::FIRST], s.delta[tile % C::SECOND], rule);
+            differentiate_by_column<T, CAPPED, C::ADDS>(dP, k, make_uint4(P[k][0], P[k][1], P[k][2], P[k][3]), L, delta,
+                                                        rule);
+    if (C::NARROW)
+        wgmma_wait<0>(); /* dV: dS takes the place of its P */
     pack_rows<T, COLUMNS>(x.dS, dP);
     if constexpr (C::ADDS) {
         hand_over<C>(s, x.dS, tile, x.group);
@@ -171,6 +213,7 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
         wait_first(s, tile);
         wgmma_fence();
         multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, x.K, first_tile(s, tile));
+        add_term(x.S, s, tile, 0);
         wgmma_commit();
         if (C::WAYS & AHEAD)
             x.care = uniform(s.care[tile % C::FIRST][x.group]);

@@ -52,8 +52,8 @@ __device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile, bo
             release(&s.own_free[slot]);
     }
     if (FIRST == 0)
-        wait(shared_address(&s.stage_free[tile % 2]), (tile + 2 - C::STAGED) / 2 & 1 ^ 1);
-    float4 *const to = s.stage[tile % C::STAGED] + threadIdx.x / 32 % 4 * (4 * C::D) + FIRST * 4 + threadIdx.x % 32;
+        wait(shared_address(&s.stage_free[tile % 2]), tile / 2 & 1 ^ 1);
+    float4 *const to = s.stage[tile % 2] + threadIdx.x / 32 % 4 * (4 * C::D) + FIRST * 4 + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < N / 8; i++)
         to[i * 32] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);

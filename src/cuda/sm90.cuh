@@ -134,6 +134,13 @@ __device__ inline uint64_t tile_at(uint32_t address, int box_bytes = 16)
            (uint64_t)1 << 62;
 }
 
+/* A tile of 16 columns in chunks of 16 bytes, rows being m or n: eight chunks, those of eight rows, lie together. on, down:
+ * bytes from one such eight to that of the next 8 columns, and of the next 8 rows. */
+__device__ inline uint64_t small_tile_at(uint32_t address, int on, int down)
+{
+    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(on >> 4) << 16 | (uint64_t)(down >> 4) << 32;
+}
+
 __device__ inline uint64_t on(uint64_t tile, int bytes) { return tile + (bytes >> 4); }
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
