@@ -326,22 +326,23 @@ template <int WIDTH> struct unit_tile {
 
 template <int WIDTH>
 __global__ void __launch_bounds__(THREADS, 2)
-    backward_portable(const __grid_constant__ args a, const __grid_constant__ query_sums sums, int slices, bool wants_k,
-                      bool wants_v)
+    backward_portable(const __grid_constant__ args a, const __grid_constant__ query_sums sums, int tiles, int slices,
+                      head_groups groups, bool wants_k, bool wants_v)
 {
     extern __shared__ float4 memory[];
     auto &all = *(shared_dkv<WIDTH> *)memory;
     shared<WIDTH> &s = all;
     __shared__ struct {
-        unsigned index;
+        unsigned index, before; /* before: the block of the tile of keys before this one */
         int n0, b, hk, slice, first, last, inside, outside;
         int before_first, before_last; /* units that the tile of keys before this one adds to */
     } own;                             /* looked at too rarely for registers */
     if (threadIdx.x == 0) {
         own.index = sums.passed ? atomicAdd(sums.passed - 1, 1) : blockIdx.x; /* those before are in work or done */
-        const unsigned index = own.index / sums.parts / slices, heads = a.B * a.Hk;
+        const place at(own.index / sums.parts / slices, tiles, groups);
+        own.before = own.index - at.heads * slices * sums.parts;
         own.slice = own.index / sums.parts % slices * WIDTH;
-        own.n0 = index / heads * s.ROWS, own.hk = index % heads % a.Hk, own.b = index % heads / a.Hk;
+        own.n0 = at.tile * s.ROWS, own.hk = at.head % a.Hk, own.b = at.head / a.Hk;
     }
     __syncthreads();
     meet_head(s, a, own.b, own.hk * a.G);
@@ -418,13 +419,13 @@ __global__ void __launch_bounds__(THREADS, 2)
                     float Z[8][8];
                     clear(Z);
                     start_slice(s, slot, K, 0, own.slice);
-                    multiply_turned<PART>(Z, s, slot, K, own.slice, column); /* dQ += dS K */
                     const int i = i0 + column, number = i / UNIT, turn = (h + 1) * sums.units - number;
-                    const unsigned apart = a.B * a.Hk * slices *
-                                           sums.parts; /* blocks from one tile of keys to the next */
+                    int seen = turn; /* asked for before the products: mostly it is there when they are done */
                     if (threadIdx.x == 0 && number >= own.before_first && number < own.before_last)
-                        while (see_turn(sums.passed + own.index - apart) < turn)
-                            ;
+                        seen = see_turn(sums.passed + own.before);
+                    multiply_turned<PART>(Z, s, slot, K, own.slice, column); /* dQ += dS K */
+                    while (seen < turn)
+                        seen = see_turn(sums.passed + own.before);
                     float *const to = (float *)sums.to.data + row_at(sums.to, q.q_batch, s.of.h, q.q_row + i);
                     if constexpr (WIDTH == 64) { /* the tile has been used up: there is one unit */
                         unit_tile<WIDTH>::write(s, Z);
@@ -557,7 +558,7 @@ heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x)
  * blocks share the queries of each. On Turing it has one anyway, as has each of dK and dV: see BOTH. */
 struct outline {
     bool wide, each, wants_k, wants_v, wants_q, q_alone;
-    int64_t slices, blocks, parts, part_rows;
+    int64_t tiles, slices, blocks, parts, part_rows;
     size_t turns, sums, bytes;
     outline(const heed_problem *p, const heed_plan *plan)
     {
@@ -566,7 +567,8 @@ struct outline {
             = plan->device.arch < 80;
         wants_q = p->g.d_q.data, wants_k = p->g.d_k.data, wants_v = p->g.d_v.data;
         slices = tiles_of(HEED_MAX(p->D, p->Dv), wide ? 128 : 64);
-        blocks = tiles_of(p->full.keys, wide ? shared<128>::ROWS : shared<64>::ROWS) * slices * p->Hk * p->B;
+        tiles = tiles_of(p->full.keys, wide ? shared<128>::ROWS : shared<64>::ROWS);
+        blocks = tiles * slices * p->Hk * p->B;
         const int64_t room = 2 * plan->device.units, most = tiles_of(p->Sq, 2 * UNIT);
         q_alone = wants_q && (each || !(wants_k || wants_v) || 3 * blocks < room);
         parts = q_alone && blocks ? HEED_MAX(1, HEED_MIN(room / blocks, most)) : 1;
@@ -602,13 +604,18 @@ static heed_status prepare_sums(const heed_problem *p, const args &a, const outl
     return status || filled ? status : heed_cuda_fill(sums->to, shape, 0.0f, x);
 }
 
+/* Tiles of a head wait for each other when they add to dQ, the longer the wider it is and the more of them are in work at a
+ * time: there groups pay only while heads are short. */
 template <int WIDTH>
 static heed_status run(const args &a, const outline &o, const query_sums &sums, bool wants_k, bool wants_v,
-                       const heed_exec *x)
+                       const heed_plan *plan, const heed_exec *x)
 {
+    const int64_t heads = (int64_t)a.Hk * a.B;
+    const bool grouped = WIDTH == 64 || (o.tiles <= 16 && !is_banded(a));
+    const head_groups groups(heads, grouped ? heads_at_once(plan) : heads, 0);
     return launch(backward_portable<WIDTH>, o.blocks * sums.parts, THREADS,
-                  o.each ? sizeof(shared<WIDTH>) : sizeof(shared_dkv<WIDTH>), x, a, sums, (int)o.slices, wants_k,
-                  wants_v);
+                  o.each ? sizeof(shared<WIDTH>) : sizeof(shared_dkv<WIDTH>), x, a, sums, (int)o.tiles, (int)o.slices,
+                  groups, wants_k, wants_v);
 }
 
 heed_status heed_backward_portable(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
@@ -623,12 +630,12 @@ heed_status heed_backward_portable(const heed_problem *p, const heed_plan *plan,
     if (!status && o.wants_q)
         status = prepare_sums(p, a, o, x, &sums);
     if (!status && o.each && o.wants_k && o.wants_v)
-        status = gradients(a, o, none, true, false, x);
+        status = gradients(a, o, none, true, false, plan, x);
     if (!status && (o.wants_k || o.wants_v))
         status = gradients(a, o, o.wants_q && !o.q_alone ? sums : none, o.wants_k && !(o.each && o.wants_v), o.wants_v,
-                           x);
+                           plan, x);
     if (!status && o.q_alone)
-        status = gradients(a, o, sums, false, false, x);
+        status = gradients(a, o, sums, false, false, plan, x);
     if (status || !o.wants_q || sums.to.data == a.d_q.data)
         return status;
     const int64_t count = p->a.q.shape[0] * p->Hq * p->a.q.shape[2] * p->D;

@@ -56,18 +56,16 @@ __device__ static void softmax_step(float (&S)[8][8], shared<WIDTH> &s, float fa
 }
 
 template <int WIDTH>
-__global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_constant__ args a, int tiles, int slices)
+__global__ void __launch_bounds__(THREADS, 2)
+    forward_portable(const __grid_constant__ args a, int tiles, int slices, head_groups groups)
 {
     extern __shared__ float4 memory[];
     auto &s = *(shared<WIDTH> *)memory;
     constexpr int ROWS = s.ROWS, COLUMNS = s.COLUMNS;
-    unsigned index = blockIdx.x;
-    const int slice = index % slices * WIDTH;
-    index /= slices;
-    const unsigned heads = a.B * a.Hq;
-    const int i0 = (tiles - 1 - index / heads) * ROWS; /* under a causal band the longest come first */
-    index %= heads;
-    meet_head(s, a, index / a.Hq, index % a.Hq);
+    const int slice = blockIdx.x % slices * WIDTH;
+    const place own(blockIdx.x / slices, tiles, groups);
+    const int i0 = (tiles - 1 - own.tile) * ROWS; /* under a causal band the longest come first */
+    meet_head(s, a, own.head / a.Hq, own.head % a.Hq);
     const span &q = s.sequence;
     const head &x = s.of;
     if (i0 >= q.rows)
@@ -153,11 +151,12 @@ __global__ void __launch_bounds__(THREADS, 2) forward_portable(const __grid_cons
                 [&](int row) { return i0 + row < q.rows ? row_at(a.o, q.q_batch, x.h, q.q_row + i0 + row) : NOWHERE; });
 }
 
-template <int WIDTH> static heed_status run(const args &a, const heed_exec *x)
+template <int WIDTH> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
+    const head_groups groups((int64_t)a.Hq * a.B, heads_at_once(plan), is_banded(a) ? 3 : 0);
     int64_t tiles = tiles_of(a.Sq, shared<WIDTH>::ROWS), slices = tiles_of(a.Dv, WIDTH);
     return launch(forward_portable<WIDTH>, tiles * slices * a.Hq * a.B, THREADS, sizeof(shared<WIDTH>), x, a,
-                  (int)tiles, (int)slices);
+                  (int)tiles, (int)slices, groups);
 }
 
 size_t heed_forward_workspace_portable(const heed_problem *p, const heed_plan *plan)
@@ -168,9 +167,8 @@ size_t heed_forward_workspace_portable(const heed_problem *p, const heed_plan *p
 
 heed_status heed_forward_portable(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    (void)plan;
     prologue call(p, x);
     if (call.status)
         return call.status;
-    return call.a.Dv <= 64 ? run<64>(call.a, x) : run<128>(call.a, x);
+    return call.a.Dv <= 64 ? run<64>(call.a, plan, x) : run<128>(call.a, plan, x);
 }

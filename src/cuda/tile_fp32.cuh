@@ -64,6 +64,36 @@ template <int WIDTH> struct shared_fp32 {
 
 static_assert(sizeof(shared_fp32<128>) <= 64 * 1024 - 64, "a block of Turing has 64 KB");
 
+/* The order in which blocks begin. Tiles of a head read the same rows: all of a group of heads are done before the next
+ * group begins, so that several of a head are in work at a time and find these rows in the second cache. In a group tiles
+ * come one after the other, each of all heads. The last group may be `more` groups longer: where tiles are of unequal size,
+ * the small ones of many heads come last. */
+struct head_groups {
+    unsigned heads, size, last; /* last: the first head of the last group */
+    head_groups(int64_t heads, int64_t size, int64_t more)
+        : heads((unsigned)heads), size((unsigned)HEED_MAX(1, HEED_MIN(size, heads)))
+    {
+        const int64_t before = heads / this->size - 1 - more;
+        last = (unsigned)HEED_MAX(0, before) * this->size;
+    }
+};
+
+struct place {
+    unsigned tile, head, heads; /* heads: in the group */
+    __device__ place(unsigned index, unsigned tiles, const head_groups &g)
+    {
+        const unsigned first = min(index / (tiles * g.size) * g.size, g.last);
+        heads = first == g.last ? g.heads - first : g.size;
+        index -= first * tiles;
+        tile = index / heads, head = first + index % heads;
+    }
+};
+
+/* So many heads, eight tiles of each, are in work at a time. */
+static inline int64_t heads_at_once(const heed_plan *plan) { return plan->device.units / 4; }
+
+static inline bool is_banded(const args &a) { return a.left < FAR || a.right < FAR; }
+
 /* Which sequence and head the block works on. */
 template <int WIDTH> __device__ inline void meet_head(shared_fp32<WIDTH> &s, const args &a, int b, int h)
 {
