@@ -194,7 +194,7 @@ template <int WIDTH> struct shared_dkv : shared<WIDTH> {
 
 __device__ static void exchange(float (&Y)[8][8], float4 (*waiting)[THREADS])
 {
-    const int thread = this_thread();
+    const unsigned thread = this_thread();
 #pragma unroll
     for (int e = 0; e < 16; e++) { /* four rows as write_tile() has them */
         const int r = e % 2 * 4, c = e / 2;
@@ -507,7 +507,6 @@ __global__ void __launch_bounds__(THREADS, 2)
     const span &q = s.sequence;
     const head &x = s.of;
     float sum[8][8];
-    int slot = 0;
     clear(sum);
     for (int b = own_b; b < (one_batch ? a.B : own_b + 1); b++) {
         for (int h = own_h; h < (one_head ? a.Hq : own_h + 1); h++) {
@@ -519,6 +518,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                     if (n0 >= max(s.high[0], s.high[end]) || n0 + COLUMNS <= min(s.low[0], s.low[end]))
                         continue;
                     float dS[8][8];
+                    int slot = 0; /* not kept from tile to tile: registers are few */
                     query_tile(dS, s, slot, a, i0, n0, false, false, [](int) {});
 #pragma unroll
                     for (int r = 0; r < 8; r++)

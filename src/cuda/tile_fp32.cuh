@@ -24,9 +24,9 @@ constexpr int THREADS = 128, STEP = 16; /* STEP: of multiply_rows, along the row
 
 /* The thread's number, as if it were news: what follows from it is computed where it is needed. Kept in registers through a
  * whole kernel it would take those that products need. */
-__device__ inline int this_thread()
+__device__ inline unsigned this_thread()
 {
-    int x = threadIdx.x;
+    unsigned x = threadIdx.x;
     asm volatile("" : "+r"(x));
     return x;
 }
@@ -37,15 +37,19 @@ template <int WIDTH> struct shared_fp32 {
     static constexpr int SLICE_STEP = 2048 / WIDTH; /* of multiply_tile, rows */
     static constexpr int LINE = ROWS + 4;           /* of the tile */
     static constexpr int TURNED = COLUMNS + 4;      /* the same where it is turned: see turn_tile() */
-    float stage[2][STEP * (ROWS + COLUMNS)];
+    static constexpr int ROOM = STEP / 4 * 8;       /* see pieces */
+    float stage[2][STEP * (ROWS + COLUMNS) + 2 * ROOM];
     float tile[WIDTH == 64 ? ROWS * TURNED : COLUMNS * LINE];
     int64_t row[2][ROWS], column[2][COLUMNS]; /* offsets: of Q and dO, or K and V */
     int low[128], high[128];                  /* of the queries, which may be rows or columns */
     float lse[128], delta[128];
     span sequence; /* here, and not in registers, for the few times they are looked at */
     head of;
-    static __device__ int g_of(int thread) { return thread % 2 + thread % 32 / (2 * CG) * 2 + thread / 32 * (32 / CG); }
-    static __device__ int t_of(int thread) { return thread / 2 % 8 + thread / 16 % (CG / 8) * 8; }
+    static __device__ int g_of(unsigned thread)
+    {
+        return thread % 2 + thread % 32 / (2 * CG) * 2 + thread / 32 * (32 / CG);
+    }
+    static __device__ int t_of(unsigned thread) { return thread / 2 % 8 + thread / 16 % (CG / 8) * 8; }
     static __device__ int g() { return g_of(this_thread()); }
     static __device__ int t() { return t_of(this_thread()); }
     static __device__ constexpr int rows_down(int r) { return r % 4 + 4 * RG * (r / 4); }
@@ -55,7 +59,7 @@ template <int WIDTH> struct shared_fp32 {
     /* Where the tile has the thread's share, and in it element (r, c) and four rows from r on: see write_tile(). */
     __device__ float *own()
     {
-        const int thread = this_thread();
+        const unsigned thread = this_thread();
         return tile + 4 * t_of(thread) * LINE + 4 * g_of(thread);
     }
     static __device__ constexpr int at(int r, int c) { return four_at(r ^ 1, c); }
@@ -136,19 +140,17 @@ __device__ inline float4 load_part(const rows_of &m, int64_t at, int column)
 }
 
 /* STEP columns of COUNT rows, from column `step` on, on their way into shared memory, where a column is a line. A thread
- * has a chunk of four columns of every 32nd row. Lines are turned by their chunk, so that a warp's stores meet all banks. */
+ * has a chunk of four columns of every 32nd row. Between the lines of two chunks there is room, so that a warp's stores meet
+ * all banks. */
 template <int COUNT> struct pieces {
     float4 part[COUNT / 32];
-    static __device__ float *place(float *stage, int thread)
-    {
-        const int chunk = thread % 4;
-        return stage + 4 * chunk * COUNT + (thread / 4 ^ 8 * chunk);
-    }
+    static __device__ constexpr int line(int k) { return k * COUNT + k / 4 * 8; }
+    static __device__ float *place(float *stage, unsigned thread) { return stage + line(thread % 4 * 4) + thread / 4; }
     static __device__ void put(float *to, float4 x)
     {
         to[0] = x.x, to[COUNT] = x.y, to[2 * COUNT] = x.z, to[3 * COUNT] = x.w;
     }
-    __device__ void fetch(const rows_of &m, int thread, int column)
+    __device__ void fetch(const rows_of &m, unsigned thread, int column)
     {
         const float *from = (const float *)m.t.data + column;
         const int64_t *at = m.at + thread / 4;
@@ -158,7 +160,7 @@ template <int COUNT> struct pieces {
         for (int i = 0; i < COUNT / 32; i++)
             part[i] = *(const float4 *)(from + at[i * 32]);
     }
-    __device__ void store(float *stage, int thread) const
+    __device__ void store(float *stage, unsigned thread) const
     {
         float *to = place(stage, thread);
 #pragma unroll
@@ -166,7 +168,7 @@ template <int COUNT> struct pieces {
             put(to + i * 32, part[i]);
     }
     /* From memory of any kind. */
-    static __device__ void copy(float *stage, const rows_of &m, int thread, int column)
+    static __device__ void copy(float *stage, const rows_of &m, unsigned thread, int column)
     {
         float *to = place(stage, thread);
 #pragma unroll 1
@@ -180,8 +182,9 @@ template <int WIDTH> struct both_pieces {
     typedef shared_fp32<WIDTH> shared;
     pieces<shared::ROWS> a;
     pieces<shared::COLUMNS> b;
-    int thread, column; /* of the thread, the first of its four columns */
-    __device__ explicit both_pieces(int step) : thread(this_thread()), column(step + thread % 4 * 4) {}
+    unsigned thread;
+    int column; /* of the thread, the first of its four columns */
+    __device__ explicit both_pieces(int step) : thread(this_thread()), column((int)(step + thread % 4 * 4)) {}
     __device__ bool in_chunks(const rows_of &A, const rows_of &B) const
     {
         return A.in_chunks() && B.in_chunks() && column + 4 <= A.width;
@@ -194,12 +197,12 @@ template <int WIDTH> struct both_pieces {
     __device__ void store(shared &s, int slot) const
     {
         a.store(s.stage[slot], thread);
-        b.store(s.stage[slot] + STEP * s.ROWS, thread);
+        b.store(s.stage[slot] + STEP * s.ROWS + s.ROOM, thread);
     }
     __device__ void copy(shared &s, int slot, const rows_of &A, const rows_of &B) const
     {
         pieces<shared::ROWS>::copy(s.stage[slot], A, thread, column);
-        pieces<shared::COLUMNS>::copy(s.stage[slot] + STEP * s.ROWS, B, thread, column);
+        pieces<shared::COLUMNS>::copy(s.stage[slot] + STEP * s.ROWS + s.ROOM, B, thread, column);
     }
 };
 
@@ -219,7 +222,8 @@ template <int WIDTH>
 __device__ inline void start_slice(shared_fp32<WIDTH> &s, int slot, const rows_of &B, int step, int first)
 {
     constexpr int PARTS = WIDTH / 4, AT_ONCE = THREADS / PARTS;
-    const int thread = this_thread(), column = first + thread % PARTS * 4;
+    const unsigned thread = this_thread();
+    const int column = first + (int)(thread % PARTS * 4);
     const int64_t *at = B.at + step + thread / PARTS;
     float *to = s.stage[slot] + thread * 4;
     if (B.in_chunks() && (column + 4 <= B.width || column >= B.width)) {
@@ -259,12 +263,15 @@ __device__ inline void load_eight(float (&x)[8], const float *from, int apart)
 }
 
 /* X += the sum of COUNT outer products: load(part, k, a, b) brings number part + k, the next pair on its way while one is
- * used. PART of them are one stretch of code: a kernel of many products must mind the instruction cache. Rows are met up
- * and down in turns, so that of what a multiply-add reads there is always something that the last one read. */
-template <int PART, int COUNT, class Load> __device__ inline void add_products(float (&X)[8][8], Load load)
+ * used, and meanwhile() is done while the first is. PART of them are one stretch of code: a kernel of many products must mind
+ * the instruction cache. Rows are met up and down in turns, so that of what a multiply-add reads there is always something
+ * that the last one read. */
+template <int PART, int COUNT, class Load, class Meanwhile>
+__device__ inline void add_products(float (&X)[8][8], Load load, Meanwhile meanwhile)
 {
     float a[2][8], b[2][8];
     load(0, 0, a[0], b[0]);
+    meanwhile();
 #pragma unroll 1
     for (int part = 0; part < COUNT; part += PART)
 #pragma unroll
@@ -289,23 +296,28 @@ template <int PART, int WIDTH, class Then>
 __device__ inline void multiply_rows(float (&X)[8][8], shared_fp32<WIDTH> &s, int &slot, const rows_of &A,
                                      const rows_of &B, Then then)
 {
+    typedef pieces<shared_fp32<WIDTH>::ROWS> step_a;
+    typedef pieces<shared_fp32<WIDTH>::COLUMNS> step_b;
     const int g = 4 * s.g(), t = 4 * s.t();
     for (int step = 0; step < A.width; step += STEP, slot ^= 1) {
         __syncthreads();
         both_pieces<WIDTH> next(step + STEP);
         const bool in_chunks = next.in_chunks(A, B);
-        if (in_chunks)
-            next.fetch(A, B);
-        else if (step + STEP < A.width)
-            next.copy(s, slot ^ 1, A, B);
-        else
-            then(slot ^ 1);
-        const float *a_at = s.stage[slot], *b_at = s.stage[slot] + STEP * s.ROWS;
-        add_products<PART, STEP>(X, [&](int part, int k, float(&a)[8], float(&b)[8]) {
-            const int turn = 2 * part ^ 8 * (k / 4);
-            load_eight(a, a_at + (part + k) * s.ROWS + (g ^ turn), 4 * s.RG);
-            load_eight(b, b_at + (part + k) * s.COLUMNS + (t ^ turn), 4 * s.CG);
-        });
+        const float *a_at = s.stage[slot] + g, *b_at = s.stage[slot] + STEP * s.ROWS + s.ROOM + t;
+        add_products<PART, STEP>(
+            X,
+            [&](int part, int k, float(&a)[8], float(&b)[8]) {
+                load_eight(a, a_at + step_a::line(part) + step_a::line(k), 4 * s.RG);
+                load_eight(b, b_at + step_b::line(part) + step_b::line(k), 4 * s.CG);
+            },
+            [&] {
+                if (in_chunks)
+                    next.fetch(A, B);
+                else if (step + STEP < A.width)
+                    next.copy(s, slot ^ 1, A, B);
+                else
+                    then(slot ^ 1);
+            });
         if (in_chunks)
             next.store(s, slot ^ 1);
     }
@@ -349,13 +361,17 @@ __device__ inline void multiply_tile(float (&Y)[8][8], shared_fp32<WIDTH> &s, in
     for (int step = 0; step < depth; step += s.SLICE_STEP, slot ^= 1) {
         wait_copies<0>();
         __syncthreads();
-        if (step + s.SLICE_STEP < depth)
-            start_slice(s, slot ^ 1, B, step + s.SLICE_STEP, first);
         const float *a_at = s.tile + step * s.LINE + g, *b_at = s.stage[slot] + t;
-        add_products<PART, s.SLICE_STEP>(Y, [&](int part, int k, float(&a)[8], float(&b)[8]) {
-            load_eight(a, a_at + (part + k) * s.LINE, 4 * s.RG);
-            load_eight(b, b_at + (part + k) * WIDTH, 4 * s.CG);
-        });
+        add_products<PART, s.SLICE_STEP>(
+            Y,
+            [&](int part, int k, float(&a)[8], float(&b)[8]) {
+                load_eight(a, a_at + (part + k) * s.LINE, 4 * s.RG);
+                load_eight(b, b_at + (part + k) * WIDTH, 4 * s.CG);
+            },
+            [&] {
+                if (step + s.SLICE_STEP < depth)
+                    start_slice(s, slot ^ 1, B, step + s.SLICE_STEP, first);
+            });
     }
 }
 
@@ -395,13 +411,17 @@ __device__ inline void multiply_turned(float (&Z)[8][8], shared_fp32<WIDTH> &s, 
     for (int step = 0; step < s.ROWS; step += s.SLICE_STEP, slot ^= 1) {
         wait_copies<0>();
         __syncthreads();
-        if (step + s.SLICE_STEP < s.ROWS)
-            start_slice(s, slot ^ 1, B, step + s.SLICE_STEP, first);
         const float *a_at = s.tile + (step + row) * s.TURNED + column + g, *b_at = s.stage[slot] + row * WIDTH + t;
-        add_products<PART, COUNT>(Z, [&](int part, int k, float(&a)[8], float(&b)[8]) {
-            load_eight(a, a_at + (part + k) * s.TURNED, UNIT / 2);
-            load_eight(b, b_at + (part + k) * WIDTH, 4 * s.CG);
-        });
+        add_products<PART, COUNT>(
+            Z,
+            [&](int part, int k, float(&a)[8], float(&b)[8]) {
+                load_eight(a, a_at + (part + k) * s.TURNED, UNIT / 2);
+                load_eight(b, b_at + (part + k) * WIDTH, 4 * s.CG);
+            },
+            [&] {
+                if (step + s.SLICE_STEP < s.ROWS)
+                    start_slice(s, slot ^ 1, B, step + s.SLICE_STEP, first);
+            });
     }
 }
 
