@@ -5,7 +5,8 @@
  *
  * Either keeps its results in registers, computes S and dP with its own side as rows, and so has P and dS in the layout
  * of a left operand: neither ever leaves the lanes that computed it. What a kernel meets is copied two tiles deep. At
- * D = 256 the registers of a warp hold dK or dV of its 16 keys, not both: then there is a kernel for each.
+ * D = 256 the registers of a warp hold dK or dV of its 16 keys, not both: then there is a kernel for each. dQ needs nothing
+ * of dK and dV, and begins on multiprocessors that those leave idle in the end.
  *
  * A Chip says how many rows and columns to take at once, SCORES what is needed beyond scale and band (scores_mma.cuh). */
 #ifndef HEED_CUDA_BACKWARD_MMA_CUH
@@ -72,8 +73,10 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         const int i0 = (order.tiles - 1 - order.find(b, h)) * BR;
         const span here = span_of(a, b);
         const int hk = order.heads_of_key.divide(h), rows = min(BR, here.rows - i0);
-        if (rows <= 0)
+        if (rows <= 0) {
+            wait_for_last();
             return;
+        }
         band_of_row(a, here, i0, first, last);
         band_of_row(a, here, i0 + rows - 1, low, high);
         const int inside = max(first, low), outside = min(last, high);
@@ -227,6 +230,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     const int64_t first = row_at(a.d_q, q.q_batch, x.h, q.q_row + i0), step = a.d_q.stride[2];
     store_rows<T, D, MT>(dQ, a.d_q, a.D, a.accumulate, sQ, s.Q, row0,
                          [&](int r) { return r < rows ? first + r * step : NOWHERE; });
+    wait_for_last(); /* when this kernel has ended, so has that of dK and dV */
 #endif
 }
 
@@ -290,6 +294,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
 #if CHIP_RUNS_HERE
     if (!SCORES_RUN_HERE(SCORES))
         return;
+    let_next_start();
     typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
     typedef typename shared::extras extras;
@@ -490,6 +495,8 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
+static int64_t keys_on_stride(const args &a) { return a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0; }
+
 template <class T, int D, int SCORES, int WHICH, class Chip>
 static heed_status run_keys(const args &a, const float2 *facts, const heed_exec *x)
 {
@@ -497,40 +504,44 @@ static heed_status run_keys(const args &a, const float2 *facts, const heed_exec 
     typedef shared_dkv<D, Tiles> shared;
     static_assert(SCORES == MASKED || SCORES == UNBIASED ||
                   sizeof(shared) + Tiles::SLOTS * shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
-    const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    const tile_order order = order_tiles(tiles_of(keys, Tiles::OWN), a.Hk, (int64_t)a.Sq * a.G, a);
+    const tile_order order = order_tiles(tiles_of(keys_on_stride(a), Tiles::OWN), a.Hk, (int64_t)a.Sq * a.G, a);
     return launch(dkv_mma<T, D, SCORES, WHICH, Chip>, order.blocks(), Tiles::THREADS,
                   sizeof(shared) + Tiles::SLOTS * shared::extras::bytes(a, SCORES), x, with_unit<SCORES>(a), facts,
                   order);
 }
 
 template <class T, int D, int SCORES, class Chip>
-static heed_status run_queries(const args &a, const float2 *facts, const heed_exec *x)
+static heed_status run_queries(const args &a, const float2 *facts, bool early, const heed_plan *plan,
+                               const heed_exec *x)
 {
     typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
     static_assert(SCORES == MASKED || SCORES == UNBIASED ||
                   sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
-    return launch(dq_mma<T, D, SCORES, Chip>, order.blocks(), Tiles::THREADS,
-                  sizeof(shared) + shared::extras::bytes(a, SCORES), x, with_unit<SCORES>(a), facts, order);
+    const size_t bytes = sizeof(shared) + shared::extras::bytes(a, SCORES);
+    const auto kernel = dq_mma<T, D, SCORES, Chip>;
+    return early && plan->device.arch >= 90
+               ? launch_next(kernel, order.blocks(), Tiles::THREADS, bytes, x, with_unit<SCORES>(a), facts, order)
+               : launch(kernel, order.blocks(), Tiles::THREADS, bytes, x, with_unit<SCORES>(a), facts, order);
 }
 
 template <class T, int D, int SCORES, class Chip>
-static heed_status run_scores(const args &a, float2 *facts, const heed_exec *x)
+static heed_status run_scores(const args &a, float2 *facts, const heed_plan *plan, const heed_exec *x)
 {
     heed_status status = heed_cuda_row_facts(a, unit_of_lse<SCORES>(a), facts, x);
     if (status)
         return status;
+    const bool keys = (a.d_k.data || a.d_v.data) && keys_on_stride(a) > 0;
     if constexpr (D == 256) {
         if (a.d_v.data)
             status = run_keys<T, D, SCORES, ONLY_DV, Chip>(a, facts, x);
         if (!status && a.d_k.data)
             status = run_keys<T, D, SCORES, ONLY_DK, Chip>(a, facts, x);
-    } else if (a.d_k.data || a.d_v.data)
+    } else if (keys)
         status = run_keys<T, D, SCORES, BOTH, Chip>(a, facts, x);
     if (!status && a.d_q.data)
-        status = run_queries<T, D, SCORES, Chip>(a, facts, x);
+        status = run_queries<T, D, SCORES, Chip>(a, facts, keys, plan, x);
     return status;
 }
 
@@ -551,13 +562,14 @@ static heed_status run_head(const args &a, float2 *facts, const heed_plan *plan,
         scores = GENERAL;
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
         if (scores == BEGUN)
-            return run_scores<T, D, BEGUN, Chip>(a, facts, x);
+            return run_scores<T, D, BEGUN, Chip>(a, facts, plan, x);
         if (scores == MASKED)
-            return run_scores<T, D, MASKED, Chip>(a, facts, x);
+            return run_scores<T, D, MASKED, Chip>(a, facts, plan, x);
         if (scores == UNBIASED)
-            return run_scores<T, D, UNBIASED, Chip>(a, facts, x);
+            return run_scores<T, D, UNBIASED, Chip>(a, facts, plan, x);
     }
-    return scores == PLAIN ? run_scores<T, D, PLAIN, Chip>(a, facts, x) : run_scores<T, D, GENERAL, Chip>(a, facts, x);
+    return scores == PLAIN ? run_scores<T, D, PLAIN, Chip>(a, facts, plan, x)
+                           : run_scores<T, D, GENERAL, Chip>(a, facts, plan, x);
 }
 
 template <class T, class Chip>
