@@ -228,8 +228,8 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     const int i0 = s.i0, rows = min(BR, q.rows - i0);
     scale_rows(dQ, a.scale);
     const int64_t first = row_at(a.d_q, q.q_batch, x.h, q.q_row + i0), step = a.d_q.stride[2];
-    store_rows<T, D, MT>(dQ, a.d_q, a.D, a.accumulate, sQ, s.Q, row0,
-                         [&](int r) { return r < rows ? first + r * step : NOWHERE; });
+    store_rows<T, D, MT, true>(dQ, a.d_q, a.D, a.accumulate, sQ, s.Q, row0,
+                               [&](int r) { return r < rows ? first + r * step : NOWHERE; });
     wait_for_last(); /* when this kernel has ended, so has that of dK and dV */
 #endif
 }
@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     scale_rows(dK, a.scale);
     auto store_keys = [&](const float(&x)[MT][D / 8][4], const view &to, int width, uint32_t tile, char *memory) {
         const int64_t first = key_at(a, q, to, hk, n0), step = a.col_step * to.stride[2];
-        store_rows<T, D, MT>(x, to, width, a.accumulate, tile, memory, row0, [&](int r) {
+        store_rows<T, D, MT, true>(x, to, width, a.accumulate, tile, memory, row0, [&](int r) {
             r = key_order<MT>()(r);
             return r < keys ? first + r * step : NOWHERE;
         });

@@ -105,9 +105,9 @@ __device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<
     const int number = threadIdx.x % 32 / 4 % SHARE * C;
     const int64_t first = s.r0 + t.n0 - number;
     if (s.r_step != 1 || first % 8) {
-#pragma unroll
-        for (int r = 0; r < 2 * NT; r++)
-            kept.add(r, 0, draw(t, r, a, s, x, seed));
+#pragma unroll 1
+        for (int r = 0; r < 2 * NT; r++) /* rare, and would be long otherwise */
+            kept.add_row(r, draw(t, r, a, s, x, seed));
         return;
     }
     draw_together<2 * NT, SHARE, 4>(

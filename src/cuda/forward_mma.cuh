@@ -292,8 +292,8 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i0 + own_row),
               own_sum == 0.0f ? -CUDART_INF_F : own_most + logf(own_sum));
     const int64_t first = row_at(a.o, q.q_batch, x.h, q.q_row + i0), step = a.o.stride[2];
-    store_rows<T, D, MT>(O, a.o, a.Dv, false, sQ, s.Q, row0,
-                         [&](int r) { return r < rows ? first + r * step : NOWHERE; });
+    store_rows<T, D, MT, false>(O, a.o, a.Dv, false, sQ, s.Q, row0,
+                                [&](int r) { return r < rows ? first + r * step : NOWHERE; });
 #endif
 }
 

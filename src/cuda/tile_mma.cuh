@@ -253,13 +253,14 @@ __device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const float (&X)[
 /* ---- Registers to memory ----------------------------------------------------------------------------------------- */
 
 /* Writes the warp's 16 MT rows to t, row r at element offset where(r), which may be NOWHERE. 16-bit results
- * pass through the warp's own rows of a tile that is no longer needed, to leave in pieces of 16 bytes. */
-template <class T, int D, int MT, class Where>
+ * pass through the warp's own rows of a tile that is no longer needed, to leave in pieces of 16 bytes; so do fp32 results
+ * that may have to be added to what is there (ADDS), as they would be a third of a kernel's code otherwise. */
+template <class T, int D, int MT, bool ADDS, class Where>
 __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t, int width, bool accumulate,
                                   uint32_t tile, char *tile_memory, int row, Where where)
 {
     const int lane = threadIdx.x % 32, g = lane / 4, pair = lane % 4 * 2;
-    if (t.dtype == HEED_F32) {
+    if (!ADDS && t.dtype == HEED_F32) {
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -277,6 +278,30 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
                             *one = Y[m][n][half * 2 + e] + (accumulate ? *one : 0.0f);
                         }
             }
+        return;
+    }
+    if (ADDS && t.dtype == HEED_F32) { /* eight rows at a time; eight columns n of row r lie at place n ^ r */
+        float *const rows = (float *)(tile_memory + row * D * 2);
+#pragma unroll
+        for (int part = 0; part < 2 * MT; part++) {
+            __syncwarp();
+#pragma unroll
+            for (int n = 0; n < D / 8; n++)
+                *(float2 *)(rows + g * D + (n ^ g) * 8 + pair) = make_float2(Y[part / 2][n][part % 2 * 2],
+                                                                             Y[part / 2][n][part % 2 * 2 + 1]);
+            __syncwarp();
+#pragma unroll 1
+            for (int r = 0; r < 8; r++) {
+                const int64_t at = where(row + part * 8 + r);
+                if (at == NOWHERE)
+                    continue;
+#pragma unroll 1
+                for (int c = lane; c < width; c += 32) {
+                    float &to = ((float *)t.data)[at + c];
+                    to = rows[r * D + (c ^ r * 8)] + (accumulate ? to : 0.0f);
+                }
+            }
+        }
         return;
     }
     __syncwarp();
