@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             const float2 f = facts[((int64_t)here.q_batch * a.Hq + h) * a.q_rows + here.q_row + i0 + row];
             s.L[threadIdx.x] = f.x, s.delta[threadIdx.x] = f.y;
             band_of_row(a, here, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
-            if (SCORES == BEGUN && a.bias.data)
+            if (SCORES == BEGUN)
                 bias[threadIdx.x] = bias_row(a, here, bias_of_head(a, here, h), i0 + row);
         }
     }
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     clear(dQ);
     const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
     bool coarse = false;
-    if (SCORES == BEGUN && a.bias.data) {
+    if (SCORES == BEGUN) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
@@ -165,16 +165,14 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             auto L = [&](int r) { return s.L[t.row0 + own_tile::down(r)]; };
             auto multiply_values = [&] { clear(dP), multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); };
             if (SCORES == BEGUN) {
-                if (a.bias.data) {
-                    if (more)
-                        prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
-                    begin_with_bias<(D > 64)>(
-                        t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; },
-                        [&](int r) { return coarse ? 0.0f : L(r); }, multiply_values);
-                } else {
-                    begin_with_alibi(t, a, q, x);
-                    multiply_values();
-                }
+                if (more)
+                    prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
+                begin_with_bias<(D > 64)>(
+                    t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; },
+                    [&](int r) { return coarse ? 0.0f : L(r); }, multiply_values);
+            } else if (SCORES == WITH_ALIBI) {
+                begin_with_alibi(t, a, q, x);
+                multiply_values();
             } else
                 clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
@@ -197,7 +195,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                 for (int e = 0; e < 2 * NT; e++)
                     t.at(r, e) = probability<false>(t.at(r, e), c, less);
             }
-            if (SCORES != BEGUN)
+            if (!begins(SCORES))
                 multiply_values();
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);
@@ -279,9 +277,9 @@ __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int 
         if (!whole)
             band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[slot][threadIdx.x],
                         s.high[slot][threadIdx.x]);
-        if (SCORES == BEGUN && a.bias.data)
+        if (SCORES == BEGUN)
             bias_rows(s.tiles)[slot * BQ + threadIdx.x] = bias_row(a, q, bias_of_head(a, q, h), i0 + threadIdx.x);
-    } else if (threadIdx.x == BQ && (SCORES >= UNBIASED || (SCORES == BEGUN && a.alibi.data)))
+    } else if (threadIdx.x == BQ && (SCORES >= UNBIASED || SCORES == WITH_ALIBI))
         s.of[slot] = head_of(a, q, h);
 }
 
@@ -316,7 +314,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             next = queries_from(a, q, h, i0);
         meet_queries<SCORES>(s, q, slot, a, next, facts, h, i0, whole);
         next.q += BQ * a.q_step, next.d_o += BQ * a.d_o_step;
-        if (SCORES == BEGUN && a.bias.data) {
+        if (SCORES == BEGUN) {
             const char *first = bias_of_head(a, q, h);
             prefetch_bias<BQ, BN, THREADS>(threadIdx.x, a, n0, [&](int r) { return bias_row(a, q, first, i0 + r); });
         }
@@ -364,7 +362,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     clear(dK);
     clear(dV);
     const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
-    if (SCORES == BEGUN && a.bias.data) {
+    if (SCORES == BEGUN) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.K, THREADS>(s.K, power_in(a.scale));
@@ -416,18 +414,16 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             };
             bool coarse = false;
             if (SCORES == BEGUN) {
-                if (a.bias.data) {
-                    const char **rows = bias_rows(s.tiles) + slot * BQ + t.column0;
-                    for (int r = lane; r < BQ; r += 32)
-                        coarse |= is_coarse(s.facts[slot][r].x);
-                    coarse = __any_sync(~0u, coarse);
-                    begin_with_bias<(D > 64)>(
-                        t, a, [&](int r) { return rows[own_tile::down(r)]; },
-                        [&](int r) { return coarse ? 0.0f : facts_of(r).x; }, multiply_values);
-                } else {
-                    begin_with_alibi(t, a, q, x);
-                    multiply_values();
-                }
+                const char **rows = bias_rows(s.tiles) + slot * BQ + t.column0;
+                for (int r = lane; r < BQ; r += 32)
+                    coarse |= is_coarse(s.facts[slot][r].x);
+                coarse = __any_sync(~0u, coarse);
+                begin_with_bias<(D > 64)>(
+                    t, a, [&](int r) { return rows[own_tile::down(r)]; },
+                    [&](int r) { return coarse ? 0.0f : facts_of(r).x; }, multiply_values);
+            } else if (SCORES == WITH_ALIBI) {
+                begin_with_alibi(t, a, q, x);
+                multiply_values();
             } else
                 clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, 0);
@@ -452,7 +448,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                 for (int e = 0; e < 2 * MT; e++)
                     t.at(r, e) = probability<false>(t.at(r, e), c, L);
             }
-            if (SCORES != BEGUN)
+            if (!begins(SCORES))
                 multiply_values();
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);
@@ -563,6 +559,8 @@ static heed_status run_head(const args &a, float2 *facts, const heed_plan *plan,
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
         if (scores == BEGUN)
             return run_scores<T, D, BEGUN, Chip>(a, facts, plan, x);
+        if (scores == WITH_ALIBI)
+            return run_scores<T, D, WITH_ALIBI, Chip>(a, facts, plan, x);
         if (scores == MASKED)
             return run_scores<T, D, MASKED, Chip>(a, facts, plan, x);
         if (scores == UNBIASED)

@@ -121,7 +121,7 @@ __device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<
 /* What a row's lse is multiplied by to be the L of probability(), or in units of a bias that S begins with. */
 template <int SCORES> static float unit_of_lse(const args &a)
 {
-    return SCORES == GENERAL ? 1.0f : SCORES == BEGUN && a.bias.data ? with_unit<SCORES>(a).per_unit : LOG2E;
+    return SCORES == GENERAL ? 1.0f : SCORES == BEGUN ? with_unit<SCORES>(a).per_unit : LOG2E;
 }
 
 /* P = 2^(c S - L); LARGE: 2^(c (S - L)), the slower way that takes scores of any size. At most 1: rounding, where S is
@@ -139,7 +139,7 @@ __device__ inline bool is_coarse(float L) { return !(fabsf(L) < 1e5f); }
  * the bias has to be divided anyway, S begins without it. */
 template <int D, int SCORES> __device__ inline float less_later(const mma_args &a, float L, bool coarse)
 {
-    return SCORES != BEGUN || !a.bias.data ? L : D > 64 || coarse ? 0.0f : L * a.scale_log2;
+    return SCORES != BEGUN ? L : D > 64 || coarse ? 0.0f : L * a.scale_log2;
 }
 
 template <class Tile, class Rows> __device__ static void subtract_rows(Tile &t, Rows L)

@@ -313,7 +313,7 @@ template <class T, int D, class Chip> static heed_status run_head(const args &a,
 {
     const int scores = scores_of<D, Chip>(a, arch);
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
-        if (scores == BEGUN)
+        if (begins(scores))
             return run_tiles<T, D, BEGUN, Chip>(a, x);
         if (scores == MASKED || scores == UNBIASED)
             return run_tiles<T, D, UNBIASED, Chip>(a, x);

@@ -7,14 +7,17 @@
 
 /* ---- Kinds of scores --------------------------------------------------------------------------------------------- */
 
-/* What the scores of a kernel may need beyond scale and band: nothing; one term that S begins with; a mask; what takes no
- * more than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
-enum { PLAIN, BEGUN, MASKED, UNBIASED, GENERAL };
+/* What the scores of a kernel may need beyond scale and band: nothing; a bias that S begins with, and in the forward also
+ * ALiBi; ALiBi that S begins with; a mask; what takes no more than a mask's tile of shared memory, so that it goes with a
+ * plain kernel's tiles; everything. */
+enum { PLAIN, BEGUN, WITH_ALIBI, MASKED, UNBIASED, GENERAL };
+
+__host__ __device__ constexpr bool begins(int scores) { return scores == BEGUN || scores == WITH_ALIBI; }
 
 /* Kernels for one term or a mask alone are compiled for the chips where they were measured: not from this arch on. */
 constexpr int UNMEASURED_ARCH = 100;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define SCORES_RUN_HERE(scores) ((scores) != BEGUN && (scores) != MASKED)
+#define SCORES_RUN_HERE(scores) (!begins(scores) && (scores) != MASKED)
 #else
 #define SCORES_RUN_HERE(scores) true
 #endif
@@ -41,7 +44,7 @@ template <int D, class Chip> static int scores_of(const args &a, int arch)
         return PLAIN;
     if (D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH) {
         if (one_term(a))
-            return BEGUN;
+            return a.bias.data ? BEGUN : WITH_ALIBI;
         if (a.mask.data && !a.bias.data && !a.alibi.data && !(a.softcap > 0) && !a.drop_below && a.scale > 0)
             return MASKED;
     }
@@ -116,9 +119,9 @@ template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
     }
     static __host__ __device__ int bytes(const args &a, int scores)
     {
-        return scores == BEGUN   ? ROWS * sizeof(char *) /* where each query's bias begins */
-               : scores == PLAIN ? 0
-                                 : bias_bytes(a) + (a.mask.data ? QUERIES * pitch(1) : 0);
+        return scores == BEGUN          ? ROWS * sizeof(char *) /* where each query's bias begins */
+               : !copies_scores(scores) ? 0
+                                        : bias_bytes(a) + (a.mask.data ? QUERIES * pitch(1) : 0);
     }
 };
 
