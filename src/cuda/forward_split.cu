@@ -110,7 +110,7 @@ template <class Tile> __device__ static void drop(Tile &t, const args &a, const 
 template <int D, int ROWS, int TILE>
 __device__ static shift split_here(char *tile, int first, unsigned *most, const even_rows &rows)
 {
-    const rows_in_flight<D, ROWS, THREADS> some(rows);
+    rows_in_flight<D, ROWS, THREADS> some(rows);
     const shift found = some.find_shift(most);
     some.split(found.s, NULL, [&](int row, int chunk, uint4 hi, uint4 lo) {
         char *to = tile + chunk_of<TILE>(first + row, chunk);

@@ -50,8 +50,7 @@ struct split_group {
 
 template <int D> using flight = rows_in_flight<D, SPLIT_ROWS, threads_of<D>>;
 
-template <int D>
-__device__ static void split_64(const flight<D> &rows, const split_group &g, const float *less, bool hi_only)
+template <int D> __device__ static void split_64(flight<D> &rows, const split_group &g, const float *less, bool hi_only)
 {
     __shared__ unsigned most[threads_of<D> / 32];
     const shift found = rows.find_shift(most);
@@ -148,7 +147,7 @@ __device__ static void split_one(const args &a, const split_tensors &to, const s
     const view &gradient = g.second ? a.d_v : a.d_k;
     if (to.gaps && g.keys && gradient.data)
         clear_gaps(a, g, gradient, g.second ? a.Dv : a.D, g.row);
-    const flight<D> rows(g.from);
+    flight<D> rows(g.from);
     const bool d_o = g.second && !g.keys;
     if (d_o)
         find_facts<D, SUMS>(a, to, g, rows, less);

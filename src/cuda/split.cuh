@@ -138,15 +138,16 @@ template <int D, int ROWS, int THREADS> struct rows_in_flight {
      * threads call it, and it starts with all of them in step. */
     __device__ shift find_shift(unsigned *most) const
     {
-        unsigned bits = 0, strange = 0;
+        constexpr unsigned FINITE = 1u << 24; /* magnitudes begin here, and what is not finite comes out below */
+        unsigned largest = FINITE, least = ~0u;
 #pragma unroll
         for (int n = 0; n < EACH; n++)
 #pragma unroll
             for (int e = 0; e < 8; e++) {
-                const unsigned b = __float_as_uint(x[n][e]) & 0x7FFFFFFFu;
-                strange |= b >= 0x7F800000u;
-                bits = max(bits, b >= 0x7F800000u ? 0u : b);
+                const unsigned b = 2 * __float_as_uint(x[n][e]) + FINITE;
+                largest = max(largest, b), least = min(least, b);
             }
+        unsigned bits = (largest - FINITE) / 2, strange = least < FINITE;
 #pragma unroll
         for (int lane = 16; lane; lane /= 2) {
             bits = max(bits, __shfl_xor_sync(~0u, bits, lane));
@@ -166,17 +167,28 @@ template <int D, int ROWS, int THREADS> struct rows_in_flight {
     }
 
     /* Calls put(row, chunk, hi, lo) for each of this thread's chunks of 16 bytes. less: of each row, or NULL. */
-    template <class Put> __device__ void split(int s, const float *less, Put put) const
+    template <class Put> __device__ void split(int s, const float *less, Put put)
     {
-        const float up = power(s / 2), further = power(s - s / 2);
+        if (s < -126 || s > 127) { /* 2^s is no number of fp32 */
+            const float up = power(s / 2);
+            s -= s / 2;
+#pragma unroll
+            for (int n = 0; n < EACH; n++)
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    x[n][e] *= up;
+        }
+        const float up = power(s);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             const int row = threadIdx.x / CHUNKS + n * APART;
-            const float part = less ? less[row] : 0.0f;
             uint32_t hi[4], lo[4];
 #pragma unroll
             for (int e = 0; e < 8; e += 2)
-                split_pair(x[n][e] * up * further, x[n][e + 1] * up * further, part, hi[e / 2], lo[e / 2]);
+                if (less)
+                    split_pair(x[n][e] * up, x[n][e + 1] * up, less[row], hi[e / 2], lo[e / 2]);
+                else
+                    split_pair(x[n][e] * up, x[n][e + 1] * up, hi[e / 2], lo[e / 2]);
             put(row, threadIdx.x % CHUNKS, make_uint4(hi[0], hi[1], hi[2], hi[3]),
                 make_uint4(lo[0], lo[1], lo[2], lo[3]));
         }
