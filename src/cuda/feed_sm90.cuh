@@ -12,6 +12,7 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
     static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, STAGES = STAGES_,
                          THREADS = 128 + 128 * GROUPS;
     static constexpr bool OVERLAP = OVERLAP_, CAPPED = CAPPED_;
+    static constexpr int WARPS_OUT = 4 * GROUPS; /* that send rows out through shared memory */
     static constexpr bool HALVES = OVERLAP && KEYS > 64 && KEYS % 32 == 0; /* half a block can be taken by itself */
     static constexpr int ALIGNED = 1; /* blocks of keys begin at multiples of this */
 
@@ -61,14 +62,17 @@ struct tile_order {
     int least = 0, few = 0; /* for first_row() */
 };
 
-/* head_bytes: K and V of a head. Where all tiles have as many keys, all heads stand in line, also where the last tile of each has
- * fewer rows, unless keys are many; where sequences are long, none: groups come out more even, and memory is not what they wait
- * for. In between an even number of rounds of them do. */
-template <class S> tile_order order_of(const args &a, const key_parts &by, int64_t head_bytes, int blocks)
+/* head_bytes: K and V of a head; of_head: its tiles, where they are not as high as they can be. Where all tiles have as many
+ * keys, all heads stand in line, also where the last tile of each has fewer rows, unless keys are many; where sequences are
+ * long, none: groups come out more even, and memory is not what they wait for. In between an even number of rounds of them
+ * do. */
+template <class S>
+tile_order order_of(const args &a, const key_parts &by, int64_t head_bytes, int blocks, int64_t of_head = 0)
 {
+    const int64_t cached = (int64_t)32 << 20, heads = (int64_t)a.B * a.Hq;
+    const int64_t tiles = (of_head ? of_head : tiles_of(a.Sq, S::ROWS)) * by.count;
     const bool alike = a.left >= FAR && a.right >= FAR && !a.lengths_q && !a.offsets_q &&
-                       (a.Sq % S::ROWS == 0 || head_bytes <= (int64_t)2 << 20);
-    const int64_t cached = (int64_t)32 << 20, heads = (int64_t)a.B * a.Hq, tiles = tiles_of(a.Sq, S::ROWS) * by.count;
+                       (a.Sq % (of_head ? of_head * 64 : S::ROWS) == 0 || head_bytes <= (int64_t)2 << 20);
     const int64_t rounds = tiles * 16 <= blocks ? HEED_MAX(heads * tiles / blocks - 1, 0) / 2 * 2 : 0;
     const int64_t in_line = alike ? heads : rounds * blocks / tiles / a.G * a.G;
     const int64_t group = HEED_MIN(heads, HEED_MAX(1, cached / HEED_MAX(head_bytes, 1)) * a.G);
@@ -99,7 +103,7 @@ constexpr int AHEAD = 4; /* tiles that are planned at a time */
 template <class S> struct forward_shared {
     char Q[S::GROUPS][tile_bytes<S::D, 64>], K[S::STAGES][tile_bytes<S::D, S::KEYS>],
         V[S::STAGES][tile_bytes<S::D, S::KEYS>];
-    char out[4 * S::GROUPS][16 * 128]; /* 64 columns of a warp's rows on their way out */
+    char out[S::WARPS_OUT][16 * 128]; /* 64 columns of a warp's rows on their way out */
     uint64_t q_full[S::GROUPS], q_empty[S::GROUPS], k_full[S::STAGES], k_empty[S::STAGES], v_full[S::STAGES],
         v_empty[S::STAGES], v_landed, planned[AHEAD], closed[AHEAD];
     forward_work<S::ROWS> work[AHEAD]; /* tile number n of the block has work[n % AHEAD] */

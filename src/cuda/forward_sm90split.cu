@@ -1,11 +1,12 @@
 /* Forward for fp32 on Hopper, head sizes to 128: each operand is two numbers of fp16 (split.cuh), and the rest is like
  * forward_sm90.cuh, whose planner and loader serve here too. To them a tensor of D columns of fp32 is one of 2 D columns
- * of fp16, which a pass before the kernel has written: hi, then lo. Two or three warpgroups of 64 rows each compute
+ * of fp16, which a pass before the kernel has written: hi, then lo. Two to four warpgroups of 64 rows each compute
  *
  *     S = Qlo Khi + Qhi Klo + Qhi Khi     P = 2^(c S - c m)     O += Plo Vhi + Phi Vlo + Phi Vhi
  *
  * over the keys from the last to the first, 64 at a time. The tensor core cuts where fp32 rounds, so each 64 keys of O are
- * summed by themselves and added to the others in fp32. The next S is in the tensor core together with the present O.
+ * summed by themselves and added to the others in fp32. Either the next S is in the tensor core together with the present
+ * O; or, where this leaves registers for a fourth warpgroup, each has one product after the other.
  *
  * Where two numbers of fp16 do not hold what is needed for a score, or where something is infinite or not a number, the
  * rows are marked, and forward_split.cu computes them again. */
@@ -15,8 +16,10 @@
 template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_> struct split_shape {
     static constexpr int HEAD = HEAD_, PARTS = PARTS_, D = PARTS * HEAD, GROUPS = GROUPS_, ROWS = 64 * GROUPS,
                          KEYS = SPLIT_ROWS, ALIGNED = KEYS;
-    static constexpr int STAGES = STAGES_, THREADS = 128 + 128 * GROUPS;
-    static constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40, REGISTERS = GROUPS == 3 ? 160 : 232;
+    static constexpr int STAGES = STAGES_, THREADS = 128 + 128 * GROUPS, WARPS_OUT = 1; /* of none */
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
+    static constexpr int REGISTERS = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
+    static constexpr bool OVERLAP = GROUPS < 4;
     static __device__ int part(int group, int n)
     {
         return forward_shape<D, GROUPS, KEYS, STAGES, true>::part(group, n);
@@ -163,7 +166,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
                                      const split_order &by)
 {
     constexpr int K_BYTES = sizeof sh.K[0], V_BYTES = sizeof sh.V[0];
-    const auto group = []() { return uniform(threadIdx.x / 128) - 1; }; /* not kept: there are few registers */
+    const auto group = []() { return uniform(thread_anew() / 128) - 1; }; /* not kept: there are few registers */
     const uint32_t k_full = shared_address(sh.k_full), v_full = shared_address(sh.v_full),
                    k_empty = shared_address(sh.k_empty), v_empty = shared_address(sh.v_empty);
     const uint64_t Q = tile_at(shared_address(sh.Q) + group() * (int)sizeof sh.Q[0]),
@@ -180,7 +183,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
         if (w.rows == 0)
             return;
         const auto part = [&]() { return S::part(group(), n); };
-        const auto row = [&]() { return part() * 64 + (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4; };
+        const auto row = [&]() { return part() * 64 + thread_anew() / 32 % 4 * 16 + thread_anew() % 32 / 4; };
         const int seen = w.seen[part()];
         const int own = w.s.q_row + w.i0 + (part() * 64 < w.rows ? part() * 64 : 0);
         const shift q = shift_at(split.q, w.s.q_batch, w.h, own);
@@ -220,7 +223,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
         const auto is_edge = [&](int j) { return j < w.clear_from || j >= w.clear_to; };
         const auto weigh = [&](float(&s)[S::KEYS / 2], int j, float c, bool edge, float(&now)[2]) {
             if (edge)
-                hide<S>(s, w, row(), w.first + j * S::KEYS + (int)threadIdx.x % 4 * 2);
+                hide<S>(s, w, row(), w.first + j * S::KEYS + thread_anew() % 4 * 2);
             again |= weigh_split<S>(s, x, c, O, now, [&](int r) { return row() + 8 * r < w.rows; });
         };
         /* What takes P V of block j to O, which is in units of 2^-least, the least shift of the V so far. */
@@ -236,50 +239,77 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             }
             return power(max(least - v.s, -127)) * given_back<SPLIT_ROWS / 16>;
         };
-        if (seen > 0) {
-            float s[S::KEYS / 2], none[2] = {};
-            wait(k_full + 8 * at.at(), at.parity());
-            multiply_scores<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
-            release(k_empty + 8 * at.at());
-            weigh(s, j, scale_of(j), is_edge(j), none);
-            split_weights(hi, lo, s);
-        }
-        float T[S::HEAD / 2], now[2] = {}; /* P V of a block is added to O when the next S is under way */
-#pragma unroll
-        for (int i = 0; i < S::HEAD / 2; i++)
-            T[i] = 0.0f;
+        const auto release_q = [&]() { release(shared_address(&sh.q_empty[group()])); };
+        if (!S::OVERLAP) {
+            if (seen == 0)
+                release_q();
 #pragma unroll 1
-        for (; j > 0; j--) { /* P V of block j and S of the one before it */
-            float s[S::KEYS / 2], c;
-            bool edge;
-            const ring<S::STAGES> next = { at.count + 1 };
-            wait(k_full + 8 * next.at(), next.parity());
-            wait(v_full + 8 * at.at(), at.parity());
-            const auto meanwhile = [&]() {
-                now[0] = now[1] = units_of(j);
-                c = scale_of(j - 1), edge = is_edge(j - 1);
-                asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
-            };
-            multiply_both<S::HEAD, 64, S::PARTS>(
-                s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo, on(V0, uniform(at.at()) * V_BYTES),
-                [&]() { promote(O, T, now); }, meanwhile);
-            release(k_empty + 8 * next.at());
-            weigh(s, j - 1, c, edge, now);
-            keep_order(__float_as_int(x.l[0]));
-            wgmma_wait<0>();
-            split_weights(hi, lo, s);
-            release(v_empty + 8 * at.at());
-            at.next();
-        }
-        release(shared_address(&sh.q_empty[group()]));
-        promote(O, T, now);
-        if (j == 0) {
-            now[0] = now[1] = units_of(0);
-            wait(v_full + 8 * at.at(), at.parity());
-            multiply_values<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
-            release(v_empty + 8 * at.at());
+            for (; j >= 0; j--) {
+                float s[S::KEYS / 2], T[S::HEAD / 2], none[2] = {}, now[2], c;
+                bool edge;
+                wait(k_full + 8 * at.at(), at.parity());
+                multiply_scores<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(at.at()) * K_BYTES), [&]() {
+                    c = scale_of(j), edge = is_edge(j);
+                    now[0] = now[1] = units_of(j);
+                    asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
+                });
+                release(k_empty + 8 * at.at());
+                if (j == 0)
+                    release_q();
+                weigh(s, j, c, edge, none);
+                split_weights(hi, lo, s);
+                wait(v_full + 8 * at.at(), at.parity());
+                multiply_in_turn<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
+                release(v_empty + 8 * at.at());
+                promote(O, T, now);
+                at.next();
+            }
+        } else {
+            if (seen > 0) {
+                float s[S::KEYS / 2], none[2] = {};
+                wait(k_full + 8 * at.at(), at.parity());
+                multiply_scores<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(at.at()) * K_BYTES));
+                release(k_empty + 8 * at.at());
+                weigh(s, j, scale_of(j), is_edge(j), none);
+                split_weights(hi, lo, s);
+            }
+            float T[S::HEAD / 2], now[2] = {}; /* P V of a block is added to O when the next S is under way */
+#pragma unroll
+            for (int i = 0; i < S::HEAD / 2; i++)
+                T[i] = 0.0f;
+#pragma unroll 1
+            for (; j > 0; j--) { /* P V of block j and S of the one before it */
+                float s[S::KEYS / 2], c;
+                bool edge;
+                const ring<S::STAGES> next = { at.count + 1 };
+                wait(k_full + 8 * next.at(), next.parity());
+                wait(v_full + 8 * at.at(), at.parity());
+                const auto meanwhile = [&]() {
+                    now[0] = now[1] = units_of(j);
+                    c = scale_of(j - 1), edge = is_edge(j - 1);
+                    asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
+                };
+                multiply_both<S::HEAD, 64, S::PARTS>(
+                    s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo, on(V0, uniform(at.at()) * V_BYTES),
+                    [&]() { promote(O, T, now); }, meanwhile);
+                release(k_empty + 8 * next.at());
+                weigh(s, j - 1, c, edge, now);
+                keep_order(__float_as_int(x.l[0]));
+                wgmma_wait<0>();
+                split_weights(hi, lo, s);
+                release(v_empty + 8 * at.at());
+                at.next();
+            }
+            release_q();
             promote(O, T, now);
-            at.next();
+            if (j == 0) {
+                now[0] = now[1] = units_of(0);
+                wait(v_full + 8 * at.at(), at.parity());
+                multiply_values<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
+                release(v_empty + 8 * at.at());
+                promote(O, T, now);
+                at.next();
+            }
         }
         write_rows<S>(O, x, least, a, w, row());
         const int first_row = part() * 64;
@@ -336,10 +366,24 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
+/* Tiles of a head: as high as they can be, or lower where all blocks together are done sooner with those. */
+template <class S> static int64_t choose_tiles(const args &a, int units)
+{
+    const int clocks[] = { 0, 29, 31, 37, 46 }; /* of 64 keys, in hundreds, by warpgroups that have rows */
+    const int64_t parts = tiles_of(a.Sq, 64), heads = (int64_t)a.B * a.Hq;
+    int64_t best = tiles_of(a.Sq, S::ROWS), least = INT64_MAX;
+    for (int groups = S::GROUPS; groups > 0 && !S::OVERLAP; groups--) {
+        const int64_t tiles = tiles_of(parts, groups), cost = tiles_of(heads * tiles, units) * clocks[groups];
+        if (cost < least)
+            best = tiles, least = cost;
+    }
+    return best;
+}
+
 template <class S> static heed_status run(const args &a, const split_tensors &split, int units, const heed_exec *x)
 {
     static_assert(sizeof(forward_shared<S>) <= 227 * 1024, "shared memory of one block");
-    const int64_t tiles = tiles_of(a.Sq, S::ROWS), heads = (int64_t)a.B * a.Hq, total = tiles * heads;
+    const int64_t tiles = choose_tiles<S>(a, units), heads = (int64_t)a.B * a.Hq, total = tiles * heads;
     if (total == 0)
         return HEED_OK;
     if (total > INT32_MAX - 1024)
@@ -358,7 +402,8 @@ template <class S> static heed_status run(const args &a, const split_tensors &sp
         return status;
     const int blocks = (int)HEED_MIN(total, units);
     const int64_t parts = tiles_of(a.Sq, 64);
-    split_order by = { order_of<S>(a, { 1, INT32_MAX, NULL, NULL }, keys * S::D * 4, blocks), split_exact_below(a) };
+    split_order by = { order_of<S>(a, { 1, INT32_MAX, NULL, NULL }, keys * S::D * 4, blocks, tiles),
+                       split_exact_below(a) };
     by.order.least = (int)(parts / tiles), by.order.few = (int)(tiles - parts % tiles);
     return launch(forward_sm90split<S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, split, by);
 }
@@ -391,7 +436,7 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
         status = split_width(a) == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, units, x)
                                       : run<split_shape<128, 1, 2, 4>>(a, split, units, x);
     else if (!status)
-        status = split_width(a) == 64 ? run<split_shape<64, 2, 3, 4>>(a, split, units, x)
+        status = split_width(a) == 64 ? run<split_shape<64, 2, 4, 4>>(a, split, units, x)
                                       : run<split_shape<128, 2, 2, 2>>(a, split, units, x);
     return status ? status : heed_cuda_forward_marked(a, { split.zeros + 2, NULL, split.q.marks }, 2 * units, x);
 }

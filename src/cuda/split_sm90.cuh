@@ -95,23 +95,30 @@ __device__ inline void multiply_large(float (&T)[HEAD / 2], const operand &hi, c
     multiply_columns<__half, HEAD, SPLIT_ROWS>(T, hi, B, PARTS == 2);
 }
 
+struct nothing {
+    __device__ void operator()() const {}
+};
+
 /* ---- Whole products ---------------------------------------------------------------------------------------------- */
 
 /* S = A B^T, and waits for it: with the sums of multiply_both(), so that a score is the same to the last bit wherever it
- * is computed. What it is off by then cancels in P = exp(S - lse). */
-template <int HEAD, int A_ROWS, int PARTS>
-__device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+ * is computed. What it is off by then cancels in P = exp(S - lse). meanwhile(): scalars that are needed with S. */
+template <int HEAD, int A_ROWS, int PARTS, class Work = nothing>
+__device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, Work meanwhile = {})
 {
     wgmma_fence();
     if (PARTS == 2) {
         multiply_small<HEAD, A_ROWS>(S, A, B);
         wgmma_commit();
+        meanwhile();
         wgmma_wait<0>();
         lower(S);
         wgmma_fence();
     }
     multiply_parts<HEAD, A_ROWS>(S, A, B, PARTS == 2);
     wgmma_commit();
+    if (PARTS == 1)
+        meanwhile();
     wgmma_wait<0>();
 }
 
@@ -150,9 +157,22 @@ __device__ inline void multiply_values(float (&T)[HEAD / 2], const operand &hi, 
     wgmma_wait<0>();
 }
 
-struct nothing {
-    __device__ void operator()() const {}
-};
+/* The same without a place for Phi 2^-11: lo is spoilt. */
+template <int HEAD, int PARTS>
+__device__ inline void multiply_in_turn(float (&T)[HEAD / 2], const operand &hi, operand &lo, uint64_t C)
+{
+    wgmma_fence();
+    if (PARTS == 2) {
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        lower(lo, hi);
+        wgmma_fence();
+    }
+    multiply_large<HEAD, PARTS>(T, hi, lo, C);
+    wgmma_commit();
+    wgmma_wait<0>();
+}
 
 /* Both, and waits for S. T is still under way. There are no registers for large and small sums apart, so there are waits
  * in between. lo is spoilt. before(): what has to be done with the last T, under the first products of S. meanwhile():
