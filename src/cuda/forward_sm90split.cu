@@ -366,16 +366,19 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-/* Tiles of a head: as high as they can be, or lower where all blocks together are done sooner with those. */
+/* Tiles of a head: as high as they can be, or lower where all blocks together are done sooner with those. Rows that see
+ * half of the keys on average are done when the longest tile is, or when all blocks have had their share. */
 template <class S> static int64_t choose_tiles(const args &a, int units)
 {
     const int clocks[] = { 0, 29, 31, 37, 46 }; /* of 64 keys, in hundreds, by warpgroups that have rows */
     const int64_t parts = tiles_of(a.Sq, 64), heads = (int64_t)a.B * a.Hq;
     int64_t best = tiles_of(a.Sq, S::ROWS), least = INT64_MAX;
     for (int groups = S::GROUPS; groups > 0 && !S::OVERLAP; groups--) {
-        const int64_t tiles = tiles_of(parts, groups), cost = tiles_of(heads * tiles, units) * clocks[groups];
-        if (cost < least)
-            best = tiles, least = cost;
+        const int64_t tiles = tiles_of(parts, groups), rounds = tiles_of(heads * tiles, units);
+        const int64_t halves = a.left >= FAR && a.right >= FAR ? 2 * rounds * units
+                                                               : HEED_MAX(2 * units, heads * (tiles + 1));
+        if (halves * clocks[groups] < least)
+            best = tiles, least = halves * clocks[groups];
     }
     return best;
 }
