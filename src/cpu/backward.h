@@ -252,11 +252,7 @@ heed_status ISA(heed_backward)(const heed_problem *p, const heed_plan *plan, con
     backward_all(&x);
     if (p->g.d_sink.data)
         parallel_for(plan->threads, p->Hq, sink_owned, &x);
-    if (!memchr(x.j.left, 1, (size_t)(p->B * p->Hk)))
-        return HEED_OK;
-    heed_exec rest = *exec;
-    rest.workspace = (char *)exec->workspace + left_bytes(p);
-    return heed_backward_left_avx512(p, plan, &rest, x.j.left);
+    return do_left(&x.j, exec, heed_backward_left_avx512);
 }
 #else
 size_t ISA(heed_backward_workspace)(const heed_problem *p, const heed_plan *plan)

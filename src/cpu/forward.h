@@ -236,11 +236,7 @@ heed_status ISA(heed_forward)(const heed_problem *p, const heed_plan *plan, cons
     job_start(&x.j, p, plan, exec, exec->workspace);
     leave_short(&x.j);
     forward_all(&x);
-    if (!memchr(x.j.left, 1, (size_t)(p->B * p->Hk)))
-        return HEED_OK;
-    heed_exec rest = *exec;
-    rest.workspace = (char *)exec->workspace + left_bytes(p);
-    return heed_forward_left_avx512(p, plan, &rest, x.j.left);
+    return do_left(&x.j, exec, heed_forward_left_avx512);
 }
 #else
 size_t ISA(heed_forward_workspace)(const heed_problem *p, const heed_plan *plan)

@@ -53,6 +53,20 @@ static inline void leave_short(job *j)
     }
 }
 
+#if HEED_SPLIT
+/* What was left, by the kernel that takes all: its workspace follows the marks. */
+typedef heed_status left_kernel(const heed_problem *, const heed_plan *, const heed_exec *, unsigned char *left);
+static heed_status do_left(const job *j, const heed_exec *exec, left_kernel *kernel)
+{
+    const heed_problem *p = j->p;
+    if (!memchr(j->left, 1, (size_t)(p->B * p->Hk)))
+        return HEED_OK;
+    heed_exec rest = *exec;
+    rest.workspace = (char *)exec->workspace + left_bytes(p);
+    return kernel(p, j->plan, &rest, j->left);
+}
+#endif
+
 static void job_start(job *j, const heed_problem *p, const heed_plan *plan, const heed_exec *x, unsigned char *left)
 {
     const heed_attention *a = &p->a;
