@@ -1,5 +1,5 @@
 /* What the warpgroups of the Hopper backward do with a tile: wait for it, turn S into P and dP into dS, send results
- * out. What they are given: backward_sm90_feed.cuh. */
+ * out. What they are given: backward_sm90_block.cuh. */
 #ifndef HEED_CUDA_BACKWARD_SM90_CUH
 #define HEED_CUDA_BACKWARD_SM90_CUH
 

@@ -1,5 +1,5 @@
 /* The Hopper backward's dK and dV, summed over all queries of all heads that share the keys, and with SUMS dQ beside
- * them. See backward_sm90_feed.cuh. Two ways to spread the work over two warpgroups:
+ * them. See backward_sm90_block.cuh. Two ways to spread the work over two warpgroups:
  *
  *     keys     each owns 64 keys and does everything for them
  *     roles    backward_sm90_roles.cuh: where dK and dV do not both fit into a warpgroup's registers */

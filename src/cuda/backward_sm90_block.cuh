@@ -1,0 +1,251 @@
+/* What a kernel of the Hopper backward is given, a job in pieces of work, and what a block of it holds in shared memory. Each
+ * owns some rows, whose results stay in registers, and meets the other side of the problem in tiles of 64 columns:
+ *
+ *     kernel     own rows       A operands   meets      B operands   results
+ *     dK, dV     keys           K, V         queries    Q, dO        dK = dS^T Q, dV = P^T dO
+ *     dQ         queries        Q, dO        keys       K, V         dQ = dS K
+ *
+ * Both compute S (or its transpose) = A1 B1^T and dP = A2 B2^T with their own side as rows, so that P and dS are left
+ * operands of the next products without leaving their lanes. */
+#ifndef HEED_CUDA_BACKWARD_SM90_BLOCK_CUH
+#define HEED_CUDA_BACKWARD_SM90_BLOCK_CUH
+
+#include "scores.cuh"
+#include "tile_sm90.cuh"
+
+constexpr int COLUMNS = 64;
+
+/* P = 2^(c S - L), or with a softcap (CAPPED) 2^(out tanh(in S) - L). */
+struct score_rule {
+    float c, in, out, out_inverse;
+};
+
+/* Sums of dQ, [Hq][strips][16 width]. A strip is 16 rows as a warp holds them: 8 columns of all rows lie together, and of
+ * these four floats of each lane, which are those of two columns and of the rows r and r + 8. Each sequence begins a
+ * strip. at(): from `row` on, a multiple of 16. */
+struct dq_sums {
+    float *data; /* NULL: there are none */
+    int strips, width;
+    __device__ float *at(int head, int first_strip, int row) const
+    {
+        return data + ((int64_t)head * strips + first_strip + row / 16) * (16 * width);
+    }
+};
+
+/* The kernels' argument. L = lse * log2(e) and delta are arrays [batches][Hq][pitch], a number for each row of q. */
+struct backward_job {
+    args a;
+    tensor_map own[2], other[2], out[2]; /* out: of dK and dV, */
+    bool sent[2];                        /* where they are of 16 bits: see sends() */
+    dq_sums sums;
+    int *turns; /* by place_of(): how many tiles of keys, of all that the sequence has, a tile of dQ is past; 0: none */
+    const float *L, *delta;
+    const uint4 *terms; /* of as many rows, where dQ is summed: both_terms() */
+    int pitch;
+    score_rule rule;
+    const struct piece *pieces; /* by piece_at() */
+    const int2 *ranges;         /* of the columns that an own row sees, ROWS for each piece */
+    const int *lengths;         /* own rows of each sequence */
+    int *counter;               /* of the pieces that are taken, from 0 */
+    int count, tiles, together; /* tiles of the longest sequence; heads that are worked on at the same time */
+    bool any_order;             /* dQ may be summed in: see keep_turns() */
+    bool second;                /* the kernel before has waited for all that this one needs */
+};
+
+/* One tile of own rows of a sequence and the columns that they see, the same for all heads. Of each group of 64 rows:
+ * the tiles begin .. end that it meets, and the columns inside .. outside that all its rows see. */
+struct piece {
+    int exists, rows;           /* 0: there is no more work */
+    int batch, memory_row;      /* where the own rows lie; memory_row counts rows on the key stride */
+    int start, tiles;           /* first column; tiles of each head */
+    int other_batch, other_row; /* where column 0 lies */
+    int columns;                /* that the sequence has */
+    int head;
+    int tile;   /* of the own rows, counted from the sequence's first */
+    int turns;  /* where the sequence's first tile of queries stands among those that wait for turns, */
+    int sums;   /* and its first strip of rows among the sums */
+    int turn;   /* of the own rows to add to dQ; */
+    int ranges; /* where those of the own rows begin */
+    int alone;  /* from this tile of columns on, they are the first */
+    int begin[3], end[3], inside[3], outside[3];
+};
+
+/* Where tile `tile` of sequence b stands in a table. Sequences may lie end to end, and each may begin a tile. */
+__device__ inline int piece_at(const args &a, bool keys, int rows, int b, int tile)
+{
+    const int32_t *offsets = keys ? a.offsets_k : a.offsets_q;
+    const int64_t memory_rows = keys ? a.k_rows : a.q_rows;
+    const int64_t first = offsets ? clamp(offsets[b], 0, (int)memory_rows) : b * memory_rows;
+    return (int)(first / rows) + b + tile;
+}
+
+/* Turns are so many numbers apart: those who ask for one again and again should not hold up the others. */
+constexpr int TURN_APART = 8;
+
+__device__ inline int place_of(const args &a, int tile, int head) { return (tile * a.Hq + head) * TURN_APART; }
+
+/* Pieces of the keys or of the queries, in the workspace. */
+struct piece_table {
+    int *lengths;
+    piece *pieces;
+    int2 *ranges;
+    int rows, tiles; /* of a piece, of the longest sequence */
+    int grid;        /* the first column of a piece is a multiple of this */
+};
+
+/* The workspace, part by part. */
+struct workspace {
+    char *next;
+    size_t bytes;
+    void *take(size_t size)
+    {
+        char *part = next + bytes;
+        bytes += (size + 15) / 16 * 16;
+        return part;
+    }
+};
+
+/* backward_sm90.cu: room for the pieces of a tensor in tiles of so many rows; all pieces of keys and queries; and how
+ * many heads are worked on at a time. */
+void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *p, const heed_tensor *rows_of, int rows,
+                          int grid);
+heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table &queries, const heed_exec *x);
+int heed_sm90_heads_together(const args &a, int heads, int64_t bytes_of_head);
+
+/* A kernel for head sizes up to one, and what it takes of a problem: rows of the own tile. */
+struct backward_kernel {
+    int head_dim, rows;
+    heed_status (*launch)(const backward_job &job, int blocks, const heed_exec *x);
+};
+
+/* The kernels of a backward: dK with dV and dQ, and where there is one for all three, that. */
+struct backward_form {
+    backward_kernel dkv, dq, all;
+};
+
+/* backward_sm90_keys.cu, backward_sm90_queries.cu. */
+backward_kernel heed_sm90_dkv(int head_dim), heed_sm90_dq(int head_dim);
+
+/* backward_sm90.cu. The whole backward. */
+size_t heed_sm90_backward_bytes(const heed_problem *p, const backward_form &form);
+heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form, const heed_exec *x);
+
+/* ---- Shared memory ----------------------------------------------------------------------------------------------- */
+
+/* Where a warpgroup has all of dK and dV, and as far as it has registers: S of the next tile is computed beside dS
+ * (EARLY), dK beside the next P (LATE), dS from P as it was before rounding (EXACT), and the next tile is looked at in
+ * time (AHEAD). Where dQ is computed beside them, by one more warpgroup that does nothing else (OWNER). */
+enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8, OWNER = 16 };
+
+/* KEYS: the own rows are keys. SLOTS own tiles and FIRST and SECOND stages of the rings, powers of two. WAYS: of the
+ * above. DS: where dQ, too, is computed and added up in memory, so many tiles of dS pass between warpgroups. PASS:
+ * tiles of P do. */
+template <bool KEYS_, int D_, int ROWS_, int SLOTS_, int FIRST_, int SECOND_, int WAYS_ = 0, int DS_ = 0, int PASS_ = 0>
+struct backward_shape {
+    static constexpr bool KEYS = KEYS_, ADDS = DS_ != 0, PACED = ADDS; /* PACED: see begin_exponentials() */
+    static constexpr int D = D_, ROWS = ROWS_, SLOTS = SLOTS_, FIRST = FIRST_, SECOND = SECOND_, WAYS = WAYS_, DS = DS_,
+                         PASS = PASS_;
+    static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, OWNERS = WAYS & OWNER ? 1 : 0,
+                         THREADS = 128 * (CONSUMERS + OWNERS + 1);
+    /* Registers that producers and dQ's owner keep of what each thread starts with, and those that consumers get. */
+    static constexpr int FEW = OWNERS || CONSUMERS > 2 ? 32
+                               : ADDS                  ? 40
+                                                       : 24,
+                         SOME = 64,
+                         MANY = OWNERS          ? (512 - FEW - SOME) / 2
+                                : CONSUMERS > 2 ? 160
+                                                : (504 - FEW) / 2;
+    static constexpr bool APART = ADDS && SLOTS == 1; /* V comes before K: as soon as dV is out of its place */
+    static constexpr bool NARROW = OWNERS && D > 96;  /* a warpgroup that has dK and dV has few registers beside them */
+    static constexpr bool NUMBERS = KEYS && !ADDS;    /* L and delta are read as such, not multiplied: add_term() */
+    static constexpr int WORKS = ADDS ? 2 : SLOTS;    /* pieces of work that are known at a time */
+    static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
+};
+
+/* Where V comes apart from K, what else is waited for: that dK of the piece before has left, and V. */
+enum { GONE = 2, VALUES = 3 };
+
+template <class C> struct backward_shared {
+    char own[C::SLOTS][2][C::OWN_BYTES];
+    char first[C::FIRST][C::BYTES];
+    char second[C::SECOND][C::BYTES];
+    char dS[C::ADDS ? C::DS : 1][C::ADDS ? C::ROWS * 128 : 16]; /* [64 queries][ROWS keys], in boxes of 64 keys */
+    uint4 terms[C::ADDS ? C::FIRST : 1][C::ADDS ? COLUMNS : 1],
+        ones[3][C::ADDS ? 8 : 1]; /* see add_term(); memcheck wants 2 KB from each on */
+    float4 stage[C::ADDS ? 2 : 1][C::ADDS ? COLUMNS * C::D / 4 : 1]; /* tiles of dQ on their way to the sums */
+    uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
+    float L[C::NUMBERS ? C::FIRST : 1][C::NUMBERS ? COLUMNS : 1];
+    float delta[C::NUMBERS ? C::SECOND : 1][C::NUMBERS ? COLUMNS : 1]; /* of the tiles in the rings */
+    int care[C::KEYS ? C::FIRST : 1][C::GROUPS];                       /* see care_for() */
+    int2 range[C::ADDS ? 1 : C::WORKS][C::ADDS ? 1 : C::ROWS];         /* of the columns that an own row sees */
+    piece work[C::WORKS];
+    uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];
+    uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
+    uint64_t work_free[C::ADDS ? C::WORKS : 1], staged[C::ADDS ? 2 : 1], stage_free[C::ADDS ? 2 : 1];
+    uint64_t pass_full[C::PASS ? 2 : 1], pass_free[C::PASS ? 2 : 1]; /* as those before, of even and odd tiles */
+    uint64_t leaving[C::APART ? 4 : 1]; /* dK and dV of a piece are ready to; and what follows them, see above */
+    uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
+};
+
+template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
+{
+    constexpr int PRODUCERS = C::ADDS ? 32 + 1 + 1 : C::KEYS ? 96 : 64; /* threads that read of the piece of work */
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < C::SLOTS; i++) {
+            barrier_init(shared_address(&s.own_full[i]), 32);
+            barrier_init(shared_address(&s.own_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + (C::ADDS ? 0 : PRODUCERS));
+        }
+        for (int i = 0; i < C::WORKS; i++) {
+            barrier_init(shared_address(&s.described[i]), 32);
+            if (C::ADDS)
+                barrier_init(shared_address(&s.work_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + PRODUCERS);
+        }
+        for (int i = 0; i < C::FIRST; i++) {
+            barrier_init(shared_address(&s.first_full[i]), C::KEYS ? 33 : 1);
+            barrier_init(shared_address(&s.first_free[i]), 128 * C::CONSUMERS);
+        }
+        for (int i = 0; i < C::SECOND; i++) {
+            barrier_init(shared_address(&s.second_full[i]), C::NUMBERS ? 33 : 1);
+            barrier_init(shared_address(&s.second_free[i]), 128 * C::CONSUMERS);
+        }
+        for (int i = 0; i < 3; i++)
+            barrier_init(shared_address(&s.landed[i]), 1);
+        for (int i = 0; i < C::DS; i++) {
+            barrier_init(shared_address(&s.ds_full[i]), 128 * C::CONSUMERS);
+            barrier_init(shared_address(&s.ds_free[i]), 128);
+        }
+        if (C::PASS)
+            for (int i = 0; i < 2; i++) {
+                barrier_init(shared_address(&s.pass_full[i]), 128);
+                barrier_init(shared_address(&s.pass_free[i]), 128);
+            }
+        if (C::ADDS) {
+            for (int i = 0; C::APART && i < 4; i++)
+                barrier_init(shared_address(&s.leaving[i]), i < GONE ? 128 * C::CONSUMERS : 32);
+            for (int i = 0; i < 2; i++) {
+                barrier_init(shared_address(&s.staged[i]), 128);
+                barrier_init(shared_address(&s.stage_free[i]), 1);
+            }
+        }
+        barrier_init_done();
+    }
+    if (C::ADDS && threadIdx.x < 24) { /* eight times 1, 1, 1, 0 for the one and for the other, and zeros for both */
+        const int which = threadIdx.x / 8;
+        const uint2 one = make_uint2(0x3F803F80, 0x3F80), none = make_uint2(0, 0), x = which == 0 ? one : none,
+                    y = which == 1 ? one : none;
+        s.ones[which][threadIdx.x % 8] = make_uint4(x.x, x.y, y.x, y.y);
+        fence_async();
+    }
+    __syncthreads();
+}
+
+/* Known to be the same in all lanes. */
+__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+/* Tiles of dS pass in a ring. A result may lie in two that follow each other: bytes from one to the next. */
+template <class C> __device__ inline int dS_box(int tile)
+{
+    return ((tile + 1) % C::DS - tile % C::DS) * (C::ROWS * 128);
+}
+
+#endif
