@@ -52,15 +52,16 @@ __device__ inline void ask_for_own(const backward_job &p, backward_shared<C> &s,
                                  barrier);
 }
 
-/* Brings keys of which only so many belong to the sequence. Where their dS is summed, the others must not be there. */
-template <class C> __device__ inline void bring_some_keys(const backward_job &p, backward_shared<C> &s, int n)
+/* Brings keys of which only so many belong to the sequence, for the cut-th time. Where their dS is summed, the others must
+ * not be there. */
+template <class C> __device__ inline void bring_some_keys(const backward_job &p, backward_shared<C> &s, int n, int cut)
 {
     const int slot = n % C::WORKS;
     const piece &w = s.work[slot];
     const uint32_t barrier = shared_address(&s.landed[2]);
     if (threadIdx.x % 32 == 0)
         ask_for_own(p, s, slot, barrier);
-    wait(barrier, n & 1);
+    wait(barrier, cut & 1);
     clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][0], w.rows);
     clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][1], w.rows);
     fence_async();
@@ -217,7 +218,7 @@ __device__ inline void describe_piece(const backward_job &p, backward_shared<C> 
 template <class C> __device__ inline void bring_own(const backward_job &p, backward_shared<C> &s)
 {
     const int lane = threadIdx.x % 32;
-    for (int n = 0, met = 0;;) {
+    for (int n = 0, met = 0, cut = 0;;) {
         const int slot = n % C::WORKS;
         piece &w = s.work[slot];
         const uint32_t full = shared_address(&s.own_full[n % C::SLOTS]);
@@ -258,11 +259,10 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         if (C::ADDS)
             wait_own_free(s, n);
         if (some)
-            bring_some_keys(p, s, n);
-        else if (lane == 0) {
-            arrive(shared_address(&s.landed[2])); /* whose phase says how many pieces there were */
+            bring_some_keys(p, s, n, cut++);
+        else if (lane == 0)
             ask_for_own(p, s, slot, full, 0, C::APART ? 0 : 1);
-        } else
+        else
             arrive(full);
         if constexpr (C::APART) {
             bring_terms<C>(p, s, w, h, step, met, 1);
@@ -275,10 +275,11 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
     }
 }
 
-/* One tile of the columns' side into its ring. live: rows of it that belong to the sequence. */
+/* One tile of the columns' side into its ring. live: rows of it that belong to the sequence; cut: tiles before that had
+ * others, too. */
 template <class C, int RING>
 __device__ inline void bring_tile(const backward_job &p, backward_shared<C> &s, const piece &w, int head, int column,
-                                  int tile, int live)
+                                  int tile, int live, int cut)
 {
     constexpr int STAGES = RING ? C::SECOND : C::FIRST;
     const int stage = tile % STAGES;
@@ -287,14 +288,12 @@ __device__ inline void bring_tile(const backward_job &p, backward_shared<C> &s, 
     const uint32_t barrier = live < COLUMNS ? shared_address(&s.landed[RING]) : full;
     wait(shared_address(RING ? &s.second_free[stage] : &s.first_free[stage]), tile / STAGES & 1 ^ 1);
     if (threadIdx.x % 32 == 0) {
-        if (live >= COLUMNS)
-            arrive(shared_address(&s.landed[RING])); /* whose phase says how many tiles there were */
         arrive_expecting(barrier, C::BYTES);
         load_tile<C::D, COLUMNS>(shared_address(to), p.other[RING], w.other_row + column, head, w.other_batch, barrier);
     }
     if (live >= COLUMNS)
         return;
-    wait(barrier, tile & 1);
+    wait(barrier, cut & 1);
     clear_rows<COLUMNS, C::BYTES>(to, live);
     fence_async();
     __syncwarp();
@@ -307,7 +306,7 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
 {
     const args &a = p.a;
     const bool cuts = C::KEYS ? a.lengths_q || a.offsets_q : a.lengths_k || a.offsets_k;
-    for (int n = 0, tile = 0;; n++) {
+    for (int n = 0, tile = 0, cut = 0;; n++) {
         const int slot = n % C::WORKS;
         const piece &w = s.work[slot];
         wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
@@ -316,9 +315,10 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
         for (int h = 0, step = 0; step < w.tiles; tile++) {
             const int column = column_at<C>(w, step), live = cuts ? w.columns - column : COLUMNS;
             const int head = C::KEYS ? w.head * a.G + h : w.head / a.G;
-            bring_tile<C, RING>(p, s, w, head, column, tile, live);
+            bring_tile<C, RING>(p, s, w, head, column, tile, live, cut);
             if (C::ADDS)
-                bring_tile<C, 1>(p, s, w, head, column, tile, live);
+                bring_tile<C, 1>(p, s, w, head, column, tile, live, cut);
+            cut += live < COLUMNS;
             if (!C::KEYS || ++h == a.G)
                 h = 0, step++;
         }
