@@ -104,7 +104,8 @@ static tile_order ordered(const args &a, const key_parts &by, int64_t bytes, int
 }
 
 #define ORDER(KIND, SHAPE, line, all)                                                                                  \
-    template <> tile_order order_of<KIND<SHAPE>>(const args &a, const key_parts &by, int64_t bytes, int blocks)        \
+    template <>                                                                                                        \
+    tile_order order_of<KIND<SHAPE>>(const args &a, const key_parts &by, int64_t bytes, int blocks, int64_t)           \
     {                                                                                                                  \
         return ordered<SHAPE>(a, by, bytes, blocks, line, all);                                                        \
     }
