@@ -135,6 +135,25 @@ TEST(fp32_means_fp32)
     }
 }
 
+/* The same of gradients: weights down to 1e-26 have as many bits as those of 1. */
+TEST(keys_of_small_weight_have_exact_gradients)
+{
+    enum { KEYS = 61 };
+    for_each_kernel(HEED_BACKWARD, kernel) {
+        if (kernel.dtype != HEED_F32)
+            continue;
+        test_case c = case_new(&kernel, (case_shape){ .Sq = 70, .Sk = KEYS, .D = 8 });
+        c.a.scale = 1;
+        for (int64_t i = 0; i < 70; i++)
+            set(&c.a.q, 0, 0, i, 0, 1);
+        for (int64_t j = 0; j < KEYS; j++)
+            for (int64_t d = 0; d < 8; d++)
+                set(&c.a.k, 0, 0, j, d, d ? 0 : -(double)j); /* P is exp(-j) over their sum */
+        case_check(&c);
+        case_free(&c);
+    }
+}
+
 /* heed.h: HEED_TF32, "may be multiplied in tf32", which has 11 bits: more may be lost, but not range. */
 TEST(tf32_has_eleven_bits_and_the_range_of_fp32)
 {
@@ -177,6 +196,7 @@ int main(void)
         cmocka_unit_test(gradients_over_many_keys_are_within_twice_the_error_of_naive_ones),
         cmocka_unit_test(an_fp32_o_has_more_than_16_bits),
         cmocka_unit_test(fp32_means_fp32),
+        cmocka_unit_test(keys_of_small_weight_have_exact_gradients),
         cmocka_unit_test(tf32_has_eleven_bits_and_the_range_of_fp32),
     };
     return RUN_TESTS(tests);

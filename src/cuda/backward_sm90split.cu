@@ -6,8 +6,8 @@
  *              the first to the second in fp32
  *     dQ       64 queries for each of two or three warpgroups, which do everything for them
  *
- * P carries 2^14. Each row of dS gets a power of two that brings its largest close to 2^15, so that it is far from fp16's
- * smallest numbers; each tile's part of a result is summed by itself and added to the others in fp32.
+ * P carries 2^14. Each row of dS, and one of P where that is not enough, gets a power of two that brings its largest close
+ * to 2^15, so that it is far from fp16's smallest numbers; each tile's part of a result is summed by itself and added to the others in fp32.
  *
  * Where two numbers of fp16 do not hold what is needed for a score, or where something is infinite or not a number, the
  * own rows are marked, and backward_split.cu computes them again. */
@@ -171,19 +171,19 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         };
         float T[HEAD / 2]; /* P^T dO of a tile is added when the next S is under way */
         clear(T);
-        int before = 0, held = 1000; /* shift of dO of the tile before, and of T */
-        int heads = a.G;             /* that have yet to meet the present column */
-        const auto add = [&]() {
-            const int by[2] = { held, held };
-            dV.add(T, by);
+        int by[2], held[2] = { 1000, 1000 }; /* of P^T dO of the tile before, and of T */
+        int heads = a.G;                     /* that have yet to meet the present column */
+        const auto split = [&](float(&S)[COLUMNS / 2], int g_shift) {
+            int raised[2];
+            split_weights(hi, lo, S, raised);
+            by[0] = raised[0] + TOP + g_shift, by[1] = raised[1] + TOP + g_shift;
         };
         if (all) {
             float S[COLUMNS / 2];
             wait_first(s, tile);
             multiply_scores<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile)); /* S^T = K Q^T */
             finish(S, q_shift(0).s);
-            split_weights(hi, lo, S);
-            before = g_shift(0).s;
+            split(S, g_shift(0).s);
             tile++;
         }
 #pragma unroll 1
@@ -194,22 +194,20 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             wait_first(s, tile);
             wait_second(s, tile - 1);
             multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
-                                                      add);
+                                                      [&]() { dV.add(T, held); });
             finish(S, q_shift(j).s);
             keep_order(tile);
             wgmma_wait<0>();
             release_second(s, tile - 1);
-            held = before + TOP;
-            split_weights(hi, lo, S);
-            before = g_shift(j).s;
+            held[0] = by[0], held[1] = by[1];
+            split(S, g_shift(j).s);
         }
         if (all) {
-            add();
+            dV.add(T, held);
             wait_second(s, tile - 1);
             multiply_values<HEAD, C::D / HEAD>(T, hi, lo, second_tile(s, tile - 1));
             release_second(s, tile - 1);
-            held = before + TOP;
-            add();
+            dV.add(T, by);
         }
         if (a.d_v.data)
             dV.write(1.0f, a.d_v, a.Dv, w.rows,

@@ -65,15 +65,47 @@ __device__ inline void join(float (&S)[SPLIT_ROWS / 2], const float (&small)[SPL
 /* P as two operands. */
 typedef uint32_t operand[SPLIT_ROWS / 16][4];
 
-__device__ inline void split_weights(operand &hi, operand &lo, const float (&P)[SPLIT_ROWS / 2])
+__device__ inline void round_weights(operand &hi, const float (&P)[SPLIT_ROWS / 2])
+{
+#pragma unroll
+    for (int i = 0; i < SPLIT_ROWS / 4; i++)
+        hi[i / 4][i % 4] = pack<__half>(P[2 * i], P[2 * i + 1]);
+}
+
+/* What rounding has left. */
+__device__ inline void split_rest(const operand &hi, operand &lo, const float (&P)[SPLIT_ROWS / 2])
 {
 #pragma unroll
     for (int i = 0; i < SPLIT_ROWS / 4; i++) {
-        uint32_t &h = hi[i / 4][i % 4];
-        h = pack<__half>(P[2 * i], P[2 * i + 1]);
-        const float2 back = __half22float2(*(const __half2 *)&h);
+        const float2 back = __half22float2(*(const __half2 *)&hi[i / 4][i % 4]);
         lo[i / 4][i % 4] = pack<__half>(P[2 * i] - back.x, P[2 * i + 1] - back.y);
     }
+}
+
+__device__ inline void split_weights(operand &hi, operand &lo, const float (&P)[SPLIT_ROWS / 2])
+{
+    round_weights(hi, P);
+    split_rest(hi, lo, P);
+}
+
+/* The same for rows that may hold nothing but small numbers, whose lo fp16 would not have: these are multiplied by
+ * 2^raised. */
+__device__ inline void split_weights(operand &hi, operand &lo, float (&P)[SPLIT_ROWS / 2], int (&raised)[2])
+{
+    round_weights(hi, P);
+    __half2 most[2];
+#pragma unroll
+    for (int i = 0; i < SPLIT_ROWS / 4; i++) {
+        const __half2 two = *(const __half2 *)&hi[i / 4][i % 4];
+        most[i % 2] = i < 2 ? two : __hmax2(most[i % 2], two);
+    }
+    raised[0] = raised[1] = 0;
+    const __half2 both = __hmax2(__lows2half2(most[0], most[1]), __highs2half2(most[0], most[1]));
+    if (__any_sync(~0u, !__hbge2(both, __float2half2_rn(0.5f)))) { /* a lane with a quarter of such a row, at least */
+        raise_rows((float(&)[1][SPLIT_ROWS / 8][4]) P, raised);
+        round_weights(hi, P);
+    }
+    split_rest(hi, lo, P);
 }
 
 /* Phi 2^-11. */
