@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from heed import _C, _arrays, _compile
-from heed._arguments import Arguments
+from heed._arguments import Arguments, flag
 
 Window = tuple["int | None", "int | None"]
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -121,7 +121,7 @@ def attention(
         instructions alone, where "exact" may give tensor cores the numbers in parts.
     """
     return _attention(
-        bool(return_lse), q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
+        flag("return_lse", return_lse), q, k, v, layout, causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
         dropout_p, dropout_seed, lengths_q, lengths_k, deterministic, precision, None, None, None, None, None,
     )  # fmt: skip
 
@@ -163,7 +163,7 @@ def attention_varlen(
     """
     call = _attention if _compiling() else _C.attention
     return call(
-        bool(return_lse), q, k, v, "thd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
+        flag("return_lse", return_lse), q, k, v, "thd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
         dropout_p, dropout_seed, None, lengths_k, deterministic, precision, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, None,
     )  # fmt: skip
@@ -226,6 +226,7 @@ def explain(q: Any, k: Any, v: Any, *, backward: bool = False, chip: str | None 
     chip: None for the device of q, or the name of one that need not be here: "a100", "h200", "avx2" ...
     """
     options.pop("return_lse", None)
+    backward = flag("backward", backward)
     if options.get("dropout_seed") is None:
         options["dropout_seed"] = 0  # none is drawn for a call that is not made
     arguments = Arguments(q, k, v, **options)

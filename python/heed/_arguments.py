@@ -55,3 +55,30 @@ PER_HEAD = ("alibi_slopes", "sink")
 def type_name(value: Any) -> str:
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: is {value!r}, expected a whole number")
+    if not 1 <= value < 1 << 63:
+        raise ValueError(f"{name}: is {value}, expected 1 or more, in 64 bits")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    try:
+        return bool(value)
+    except Exception:  # a tensor of many elements says RuntimeError
+        raise TypeError(f"{name}: is a {type_name(value)}, expected True or False") from None
+
+
+def drops(a: Arguments) -> bool:
+    """Whether the call has dropout."""
+    if isinstance(a.dropout_p, float):
+        return a.dropout_p != 0
+    try:
+        return float(a.dropout_p) != 0
+    except Exception:
+        raise TypeError(f"dropout_p: is {a.dropout_p!r}, expected a number") from None

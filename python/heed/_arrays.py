@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from heed import _C
-from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, type_name
+from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, type_name
 
 
 def _library(value: Any) -> str:
@@ -61,7 +61,7 @@ def _prepare(a: Arguments) -> Arguments:
         if name in INTEGERS and value.dtype.kind not in "iu":
             raise TypeError(f"{name}: dtype is {value.dtype}, expected int32 or int64")
         changes[name] = xp.ascontiguousarray(value, dtype=xp.int32 if name in INTEGERS else xp.float32)
-    if a.dropout_p and a.dropout_seed is None:
+    if a.dropout_seed is None and drops(a):
         import numpy
 
         changes["dropout_seed"] = int(numpy.random.randint(1 << 62))
@@ -97,7 +97,7 @@ def attention(return_lse: bool, a: Arguments) -> Any:
 
 
 def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tuple[Any, ...]:
-    if a.dropout_p and a.dropout_seed is None:
+    if a.dropout_seed is None and drops(a):
         raise ValueError("dropout_seed: is None, expected the seed of the forward call")
     wants = (True, True, True, a.bias is not None, a.sink is not None)
     if _is_jax(a.q):

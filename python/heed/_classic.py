@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from heed import _C, _api
-from heed._arguments import Arguments, type_name
+from heed._arguments import Arguments, type_name, whole
 
 
 def _one_sequence(name: str, x: Any, d: int) -> Any:
     """[n, d] as [1, 1, n, d]."""
+    whole("d", d)
     if _api._is_torch(x):
         from heed import _torch
 
@@ -80,11 +81,11 @@ def naive_strided_attention(q: Any, k: Any, v: Any, stride: int) -> Any:
 
     for name, t in (("q", q), ("k", k), ("v", v)):
         _torch.check(name, t)
-    if len({(t.dtype, t.device, t.shape[:-2]) for t in (q, k, v)}) > 1 or q.shape[-1] != k.shape[-1]:
+    fit = min(q.dim(), k.dim(), v.dim()) >= 2 and q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2]
+    if not fit or len({(t.dtype, t.device, t.shape[:-2]) for t in (q, k, v)}) > 1:
         kinds = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in (q, k, v))
         raise ValueError(f"q, k, v: are {kinds}; expected one dtype, one device and (batch, heads, seq, head_dim)")
-    if stride < 1:
-        raise ValueError(f"stride: is {stride}, expected 1 or more")
+    whole("stride", stride)
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     off = torch.arange(k.shape[-2], device=k.device) % stride != 0
     return torch.softmax(scores.masked_fill(off, float("-inf")), dim=-1) @ v

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from heed import _api, _arrays
-from heed._arguments import Arguments
+from heed._arguments import Arguments, flag
 
 _WHOLE_NUMBERS = {"cache_seqlens": ("batch",), "block_table": ("batch", "pages")}
 
@@ -166,4 +166,4 @@ def attention_with_kvcache(
         q, k_cache, v_cache, "bshd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
         lengths_q=lengths_q, lengths_k=lengths, deterministic=deterministic, precision=precision, block_table=block_table,
     )  # fmt: skip
-    return _api._attention(return_lse, *arguments)
+    return _api._attention(flag("return_lse", return_lse), *arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from heed import _api, _torch
+from heed._arguments import flag
 
 
 def _with_batch(t: torch.Tensor, batch: torch.Size) -> torch.Tensor:
@@ -30,6 +31,7 @@ def scaled_dot_product_attention(
     enable_gqa, a divisor of it. attn_mask broadcasts to [..., H, S, T]: bool (True: attend) or numbers that are added to the
     scores. is_causal aligns to the top left corner: row i sees keys 0 to i.
     """
+    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: expected None where is_causal is set")
     given = (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask))
@@ -39,7 +41,7 @@ def scaled_dot_product_attention(
     mask = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
     bias = attn_mask if mask is None else None
     causal = "top_left" if is_causal else False
-    same = query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0] and key.dim() == value.dim() == 4
+    same = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
     if same and (attn_mask is None or attn_mask.dim() <= 4) and (enable_gqa or query.shape[1] == key.shape[1]):
         return _api.attention(query, key, value, causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
 
@@ -50,7 +52,11 @@ def scaled_dot_product_attention(
     shapes = [t.shape[:-3] for t in (query, key, value)]
     if attn_mask is not None:
         shapes.append(attn_mask.shape[:-3])
-    batch = torch.broadcast_shapes(*shapes)
+    try:
+        batch = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        batches = ", ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"query, key, value, attn_mask: leading dimensions are {batches}; expected some that broadcast") from None
     q, k, v = (_with_batch(t, batch) for t in (query, key, value))
     heads = q.shape[1]
     if not enable_gqa and (k.shape[1] != heads or v.shape[1] != heads):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from heed import _C, _api, _ops
-from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, type_name
+from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, type_name
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -67,7 +67,7 @@ def _prepare(a: Arguments) -> Arguments:
                 changes[name] = t.to(dtype)
         if a.bias is not None and a.bias.dtype in (torch.float16, torch.bfloat16):
             changes["bias"] = changes.get("bias", a.bias).to(dtype)
-    if a.dropout_p and a.dropout_seed is None:
+    if a.dropout_seed is None and drops(a):
         changes["dropout_seed"] = torch.randint(1 << 62, (1,), device=a.q.device)
     return a._replace(**changes)
 
@@ -106,7 +106,7 @@ def attention(return_lse: bool, a: Arguments) -> Any:
 
 
 def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tuple[Any, ...]:
-    if a.dropout_p and a.dropout_seed is None:
+    if a.dropout_seed is None and drops(a):
         raise ValueError("dropout_seed: is None, expected the seed of the forward call")
     for name, t in (("do", do), ("o", o), ("lse", lse), *([] if dlse is None else [("dlse", dlse)])):
         check(name, t)

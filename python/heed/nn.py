@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 from heed import _api, _torch
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: is {value!r}, expected a whole number")
-    if value < 1:
-        raise ValueError(f"{name}: is {value}, expected 1 or more")
-    return value
+from heed._arguments import whole
 
 
 class CustomStridedAttention(nn.Module):
@@ -26,7 +19,7 @@ class CustomStridedAttention(nn.Module):
 
     def __init__(self, stride: int) -> None:
         super().__init__()
-        self.stride = _whole("stride", stride)
+        self.stride = whole("stride", stride)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return _api.attention(q, k, v, stride=self.stride)
@@ -91,23 +84,23 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = _whole("embed_dim", embed_dim)
-        self.num_heads = _whole("num_heads", num_heads)
-        self.num_kv_heads = _whole("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.embed_dim = whole("embed_dim", embed_dim)
+        self.num_heads = whole("num_heads", num_heads)
+        self.num_kv_heads = whole("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: is {self.num_kv_heads}, expected a divisor of num_heads, {num_heads}")
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(f"num_heads: is {num_heads}, expected a divisor of embed_dim, {embed_dim}, or a head_dim")
-        self.head_dim = embed_dim // num_heads if head_dim is None else _whole("head_dim", head_dim)
+        self.head_dim = embed_dim // num_heads if head_dim is None else whole("head_dim", head_dim)
         if rotary and self.head_dim % 2:
             raise ValueError(f"rotary: head_dim is {self.head_dim}, expected an even one")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout: is {dropout}, expected 0 or more and less than 1")
         self.rotary = 10000.0 if rotary is True else float(rotary)
         self.causal, self.window, self.softcap = causal, window, softcap
-        self.stride, self.dropout = _whole("stride", stride), dropout
+        self.stride, self.dropout = whole("stride", stride), dropout
 
-        context_dim = embed_dim if context_dim is None else _whole("context_dim", context_dim)
+        context_dim = embed_dim if context_dim is None else whole("context_dim", context_dim)
         made = {"bias": bias, "device": device, "dtype": dtype}
         self.q = nn.Linear(embed_dim, self.num_heads * self.head_dim, **made)
         self.kv = nn.Linear(context_dim, 2 * self.num_kv_heads * self.head_dim, **made)

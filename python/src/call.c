@@ -283,8 +283,8 @@ static int read_options(call *c, PyObject *const *args)
         (!is_default(args, ARG_SOFTCAP) && read_double(args[ARG_SOFTCAP], "softcap", &softcap)) ||
         (!is_default(args, ARG_DROPOUT_P) && read_dropout(c, args[ARG_DROPOUT_P], args[ARG_DROPOUT_SEED])))
         return -1;
-    if (!is_default(args, ARG_DETERMINISTIC))
-        deterministic = PyObject_IsTrue(args[ARG_DETERMINISTIC]);
+    if (!is_default(args, ARG_DETERMINISTIC) && (deterministic = PyObject_IsTrue(args[ARG_DETERMINISTIC])) < 0)
+        PyErr_Format(PyExc_TypeError, "deterministic: is %R, expected True or False", args[ARG_DETERMINISTIC]);
     if (!is_default(args, ARG_PRECISION))
         precision = read_word(args[ARG_PRECISION], "precision", precisions, "'exact', 'tf32' or 'plain'");
     c->a.softcap = (float)softcap;

@@ -15,7 +15,9 @@ static PyObject *forward(PyObject *module, PyObject *const *p, Py_ssize_t n)
     if (call_count("forward", n, 2 + ARGUMENTS))
         return NULL;
     int want_lse = PyObject_IsTrue(p[1]);
-    if (want_lse >= 0 && !call_open(&c, p + 2)) {
+    if (want_lse < 0)
+        return NULL;
+    if (!call_open(&c, p + 2)) {
         if (p[0] == Py_None)
             o = call_new_o(&c);
         else if (!call_view(&c, p[0], "output", 1, &c.a.o))
@@ -81,7 +83,9 @@ static PyObject *explain(PyObject *module, PyObject *const *p, Py_ssize_t n)
     if (p[0] != Py_None && !(chip = PyUnicode_AsUTF8AndSize(p[0], NULL)))
         return NULL;
     int with_gradient = PyObject_IsTrue(p[1]);
-    if (with_gradient >= 0 && !call_open(&c, p + 2)) {
+    if (with_gradient < 0)
+        return NULL;
+    if (!call_open(&c, p + 2)) {
         c.a.o = c.a.q, c.a.o.data = NULL, c.a.o.shape[3] = c.a.v.shape[3];
         for (int d = 0; d < 4; d++)
             c.a.o.stride[d] = 0;

@@ -88,6 +88,35 @@ def test_attention_says_what_is_wrong(kind, text, changes, device):
         message(kind, text, **given | {"v": given["v"].clone().requires_grad_()})
 
 
+class Undecided:
+    def __bool__(self):
+        raise RuntimeError("neither true nor false")
+
+
+@pytest.mark.parametrize("value", [Undecided(), torch.ones(3)])
+def test_flags_are_true_or_false(value):
+    x, cu = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    rows = torch.randn(2, 3, 2, 8)
+    for name in "return_lse", "deterministic":
+        text = f"{name}: is .*expected True or False"
+        message(TypeError, text, Q, Q, Q, **{name: value})
+        message(TypeError, text, x, x, x, cu, cu, 4, 4, function=heed.attention_varlen, **{name: value})
+        message(TypeError, text, rows, rows, rows, function=heed.attention_with_kvcache, **{name: value})
+    for name in "is_causal", "enable_gqa":
+        message(TypeError, f"{name}: is a", Q, Q, Q, function=heed.scaled_dot_product_attention, **{name: value})
+    message(TypeError, "backward: is a", Q, Q, Q, function=heed.explain, backward=value)
+    message(TypeError, "dropout_p: is", Q, Q, Q, dropout_p=value)
+    message(TypeError, "d: is", torch.ones(2, 64), torch.ones(2, 64), function=heed.self_attention, d=value)
+
+
+def test_shapes_that_do_not_fit_the_short_names():
+    message(ValueError, "expected some that broadcast", Q[:, None], Q[:1, None].expand(3, -1, -1, -1, -1), Q[:, None],
+            function=heed.scaled_dot_product_attention)  # fmt: skip
+    message(ValueError, "key: has 0 dimensions", Q, torch.tensor(1.0), Q, function=heed.scaled_dot_product_attention)
+    for k, v in (Q, Q[:, :, 1:]), (Q[..., 1:], Q), (torch.tensor(1.0), Q):
+        message(ValueError, "q, k, v: are", Q, k, v, 2, function=heed.naive_strided_attention)
+
+
 def test_devices_must_agree(device):
     if device != "cuda":
         pytest.skip("needs --gpu")
