@@ -4,8 +4,9 @@
 
 set(HEED_CUDA AUTO CACHE STRING "Build the CUDA kernels: ON, OFF or AUTO (where there is an nvcc)")
 set_property(CACHE HEED_CUDA PROPERTY STRINGS AUTO ON OFF)
-set(HEED_CUDA_ARCHITECTURES "" CACHE STRING
-    "What to compile the CUDA kernels for, in the terms of CMAKE_CUDA_ARCHITECTURES; empty: Turing to Blackwell")
+set(HEED_CUDA_ARCHITECTURES all CACHE STRING
+    "What to compile the CUDA kernels for, in the terms of CMAKE_CUDA_ARCHITECTURES; all: Turing to Blackwell; native: the \
+GPUs of this machine, or, where there are none, Turing to Hopper, and PTX for what comes after")
 set(HEED_CUDA_FAMILIES "" CACHE STRING
     "Which CUDA kernels to compile beside the portable ones, such as mma;sm90; empty: all")
 
@@ -35,7 +36,15 @@ find_package(CUDAToolkit REQUIRED)
 
 # Machine code of 8.0 runs on 8.6 and 8.9 and that of 10.0 on 10.3; what comes after gets the PTX of 10.0.
 set(architectures ${HEED_CUDA_ARCHITECTURES})
-if(NOT architectures)
+if(architectures STREQUAL native)
+    set(architectures ${CMAKE_CUDA_ARCHITECTURES_NATIVE})
+    list(TRANSFORM architectures REPLACE "^90-" "90a-")
+    list(FILTER architectures INCLUDE REGEX "^(75|[89]|1[0-9][0-9])")
+    if(NOT architectures)
+        set(architectures 75-real 80-real 90a-real 100-virtual)
+    endif()
+endif()
+if(NOT architectures OR architectures STREQUAL all)
     set(architectures 75-real 80-real 90a-real 100 120-real)
 endif()
 
