@@ -1,5 +1,7 @@
 /* Forward for few rows and keys, in all types, head sizes to 64, on sm_80 and later: made for one short wait (small.cuh). Two
- * warps share 16 rows, and each takes every other 16 or 32 keys; at the end they meet, to merge what they have. */
+ * warps share 16 rows, and each takes every other 16 or 32 keys; at the end they meet, to merge what they have. Where the GPU is
+ * all but idle they are four, of whom the second two take what the first two would have met next, and go on from what those have:
+ * bits are the same. */
 #include "small.cuh"
 
 /* Tiles of 8 keys that a warp meets at a time, and teams of two warps in a block: as many as there are registers for. */
@@ -14,8 +16,13 @@ template <class T, int U> struct partial {
             staged<8 * key_tiles<T, U>, 8 * U> K, V;
         };
         float4 O[column_tiles<T, U> / 2][32];
+        struct {
+            float4 all_of_O[column_tiles<T, U>][32];
+            float2 m[32], l[32]; /* of rows g and g + 8 */
+        };
     };
     float2 ml[8];
+    float2 most[8]; /* m of the rows, for who goes on */
 };
 
 /* P = 2^(c S - c m'), l = l a + sum P, with m' = max(m, S) and a = 2^(c m - c m'), which O is to be multiplied by. */
@@ -59,15 +66,17 @@ template <class Tile> __device__ static void drop(Tile &t, const args &a, const 
 }
 
 /* A row is 128 U bytes. GENERAL: what the scores need beyond scale and band. keys: see sequence(). A block is teams,
- * threadIdx.z, of two warps, threadIdx.y. */
-template <class T, int U, bool GENERAL>
+ * threadIdx.z, of two warps, threadIdx.y, or of FOUR. */
+template <class T, int U, bool GENERAL, bool FOUR>
 __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(const __grid_constant__ args a, int keys)
 {
 #if __CUDA_ARCH__ >= 800
     constexpr int N = key_tiles<T, U>, M = 2 * U, TILES = column_tiles<T, U>;
     extern __shared__ __align__(16) char memory[];
-    const int lane = threadIdx.x, part = threadIdx.y;
-    partial<T, U> *const team = (partial<T, U> *)memory + threadIdx.z * 2, &own = team[part];
+    const int lane = threadIdx.x, part = threadIdx.y % 2;
+    const bool second = FOUR && threadIdx.y >= 2;
+    partial<T, U> *const team = (partial<T, U> *)memory + threadIdx.z * (FOUR ? 4 : 2), &own = team[threadIdx.y];
+    const int pair = 1 + threadIdx.z * 2 + part; /* a barrier's name */
     const int i0 = (blockIdx.y * blockDim.z + threadIdx.z) * 16;
     let_next_start();
     if (GENERAL || is_ragged(a))
@@ -94,7 +103,7 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
     const source v = key_rows<T>(a, a.v, s, x.hk, last - 1, a.Dv);
     wait_for_last(q.first, k.first, v.first);
     uint4 Q[2][M];
-    int n0 = first + part * (8 * N);
+    int n0 = first + threadIdx.y * (8 * N);
     if (n0 < last) {
         load_across(Q, q, i0);
         own.K.copy(k, n0);
@@ -105,14 +114,14 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
     commit_copies();
     clear_columns(Q, q);
     const float scale = GENERAL ? 1.0f : a.scale, c = fmaxf(fminf(scale * LOG2E, 3e38f), 1.2e-38f);
-    float O[TILES / 4][4][4], m[2] = { -CUDART_INF_F, -CUDART_INF_F }, l[2] = {};
+    float O[TILES / 4][4][4], m[2] = { -CUDART_INF_F, -CUDART_INF_F }, l[2] = {}, rescale[2] = { 1, 1 };
 #pragma unroll
     for (int i = 0; i < TILES / 4; i++)
         clear(O[i]);
     while (n0 < last) {
         wait_for_copies<1>();
         multiply_across(S, Q, own.K, T()); /* S = Q K^T */
-        const int next = n0 + 2 * (8 * N);
+        const int next = FOUR ? last : n0 + 2 * (8 * N);
         __syncwarp(); /* all have read this K */
         if (next < last)
             own.K.copy(k, next);
@@ -123,8 +132,16 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
             score(tile, a.scale, a, s, x, whole);
         else if (!whole)
             hide_outside_band(tile);
-        float rescale[2];
+        if (second) {
+            named_sync(pair, 64);
+            m[0] = team[part].most[lane / 4].x, m[1] = team[part].most[lane / 4].y;
+        }
         softmax_step(S, m, l, rescale, c);
+        if (FOUR && !second && n0 + 2 * (8 * N) < last) {
+            if (lane % 4 == 0)
+                own.most[lane / 4] = make_float2(m[0], m[1]);
+            named_arrive(pair, 64);
+        }
         if (GENERAL && a.drop_below)
             drop(tile, a, s, x);
         const left_operand<T, N> P(S);
@@ -144,24 +161,50 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
         commit_copies();
     }
     wait_for_copies<0>();
+    if (FOUR) {
+        if (!second) {
+            own.m[lane] = make_float2(m[0], m[1]), own.l[lane] = make_float2(l[0], l[1]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
+                own.all_of_O[i][lane] = piece<T>::of(O[i / 4], i % 4);
+        }
+        __syncthreads();
+        if (second) {
+            const partial<T, U> &begun = team[part];
+            const float2 its_m = begun.m[lane], its_l = begun.l[lane];
+            if (first + (int)threadIdx.y * (8 * N) >= last)
+                m[0] = its_m.x, m[1] = its_m.y;
+            l[0] = fmaf(its_l.x, rescale[0], l[0]), l[1] = fmaf(its_l.y, rescale[1], l[1]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                const float4 y = begun.all_of_O[i][lane];
+                const int e = i % 2 * 2 + i % 4 / 2; /* as piece<T>::of() */
+                const float by = rescale[i % 2];
+                O[i / 4][0][e] = fmaf(y.x, by, O[i / 4][0][e]), O[i / 4][1][e] = fmaf(y.y, by, O[i / 4][1][e]);
+                O[i / 4][2][e] = fmaf(y.z, by, O[i / 4][2][e]), O[i / 4][3][e] = fmaf(y.w, by, O[i / 4][3][e]);
+            }
+        }
+    }
 
     /* Each finishes the eight rows g + 8 part, and leaves the others to the other. */
     float2 ml[2];
 #pragma unroll
     for (int r = 0; r < 2; r++)
         ml[r] = make_float2(m[r], quad_sum(l[r]));
-    if (lane % 4 == 0)
-        own.ml[lane / 4] = part ? ml[0] : ml[1];
+    if (second == FOUR) {
+        if (lane % 4 == 0)
+            own.ml[lane / 4] = part ? ml[0] : ml[1];
 #pragma unroll
-    for (int i = 0; i < TILES / 2; i++) {
-        const float4 upper = piece<T>::of(O[i / 2], i % 2 * 2), lower = piece<T>::of(O[i / 2], i % 2 * 2 + 1);
-        own.O[i][lane] = part ? upper : lower;
+        for (int i = 0; i < TILES / 2; i++) {
+            const float4 upper = piece<T>::of(O[i / 2], i % 2 * 2), lower = piece<T>::of(O[i / 2], i % 2 * 2 + 1);
+            own.O[i][lane] = part ? upper : lower;
+        }
     }
     __syncthreads();
     const int i = i0 + 8 * part + lane / 4;
-    if (i >= s.rows)
+    if (i >= s.rows || second != FOUR)
         return;
-    const partial<T, U> &other = team[part ^ 1];
+    const partial<T, U> &other = team[threadIdx.y ^ 1];
     const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
     const merged_row y(part ? ml[1] : ml[0], other.ml[lane / 4], c, scale, sink);
     const int64_t o_at = row_at(a.o, s.q_batch, x.h, s.q_row + i);
@@ -190,8 +233,13 @@ template <class T, int U, bool GENERAL> static heed_status run(const args &a, co
     int teams = 1; /* no more than it takes to have all blocks at work at once: they share what the L1 has */
     while (teams < most_teams<T, GENERAL> && a.B * a.Hq * tiles_of(tiles, teams) > plan->device.units)
         teams++;
-    return launch_early(forward_small<T, U, GENERAL>, grid_of(a, tiles_of(tiles, teams)), dim3(32, 2, teams),
-                        teams * 2 * sizeof(partial<T, U>), plan, x, a, keys_of(a));
+    /* In fp32 alone: elsewhere, on Hopper, others are for few rows. */
+    const int64_t key_steps = tiles_of(keys_of(a), 8 * key_tiles<T, U>);
+    const bool four = sizeof(T) == 4 && !GENERAL && teams == 1 && key_steps > 2 && key_steps <= 4;
+    return launch_early(four                         ? forward_small < T, U, GENERAL,
+                        sizeof(T) == 4 && !GENERAL > : forward_small<T, U, GENERAL, false>,
+                        grid_of(a, tiles_of(tiles, teams)), dim3(32, four ? 4 : 2, teams),
+                        teams * (four ? 4 : 2) * sizeof(partial<T, U>), plan, x, a, keys_of(a));
 }
 
 template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)

@@ -16,6 +16,17 @@
 
 __device__ inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+/* Named barriers, 1 to 15, of so many threads, whole warps: sync waits, arrive does not. */
+__device__ inline void named_sync(int id, int threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ inline void named_arrive(int id, int threads)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 /* Four 8 x 8 matrices of 16-bit elements. Lane l names row l % 8 of matrix l / 8 by its address and receives elements
  * 2 (l % 4), +1 of row l / 4 of each; transposed: of column l / 4. */
 __device__ inline void load_matrices(uint32_t (&x)[4], uint32_t address)

@@ -50,17 +50,6 @@ __device__ inline void wait(uint32_t barrier, int parity)
         : "memory");
 }
 
-/* Named barriers, 1 to 15, of so many threads, whole warps: sync waits, arrive does not. */
-__device__ inline void named_sync(int id, int threads)
-{
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ inline void named_arrive(int id, int threads)
-{
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 /* Between ordinary accesses to shared memory and those of the copy engine or the tensor core, in the accessing thread. */
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
