@@ -137,7 +137,7 @@ heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, si
 
 /* ---- Arguments --------------------------------------------------------------------------------------------------- */
 
-static view view_of(const heed_tensor &t)
+view heed_cuda_view(const heed_tensor &t)
 {
     view v;
     v.data = (char *)t.data;
@@ -157,7 +157,7 @@ static view view_of(const heed_tensor &t)
 static void place(const heed_tensor &t, view *v)
 {
     if (t.data)
-        *v = view_of(t);
+        *v = heed_cuda_view(t);
 }
 
 /* The stride and the positions, which are the same for every sequence. */
@@ -179,11 +179,11 @@ heed_status heed_cuda_args(const heed_problem *p, args *a)
             return heed_fail(HEED_UNSUPPORTED, "a size is %lld, the CUDA kernels count to %d", (long long)size,
                              INT32_MAX - 256);
     memset(a, 0, sizeof *a);
-    a->q = view_of(in.q), a->k = view_of(in.k), a->v = view_of(in.v), a->o = view_of(in.o);
+    a->q = heed_cuda_view(in.q), a->k = heed_cuda_view(in.k), a->v = heed_cuda_view(in.v), a->o = heed_cuda_view(in.o);
     place(in.lse, &a->lse), place(in.mask, &a->mask), place(in.bias, &a->bias);
     place(in.alibi, &a->alibi), place(in.sink, &a->sink);
     if (p->pass == HEED_BACKWARD) {
-        a->d_o = view_of(g.d_o);
+        a->d_o = heed_cuda_view(g.d_o);
         place(g.d_lse, &a->d_lse), place(g.delta, &a->delta);
         place(g.d_q, &a->d_q), place(g.d_k, &a->d_k), place(g.d_v, &a->d_v);
         place(g.d_bias, &a->d_bias), place(g.d_sink, &a->d_sink);

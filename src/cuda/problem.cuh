@@ -51,6 +51,8 @@ struct args {
     span all;
 };
 
+view heed_cuda_view(const heed_tensor &t);
+
 /* Fails where a size is beyond what the kernels count in 32 bits. */
 heed_status heed_cuda_args(const heed_problem *p, args *a);
 

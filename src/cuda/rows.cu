@@ -35,50 +35,38 @@ __device__ static int64_t row_at(const view &t, const place &p) { return row_at(
 
 /* ---- Delta ------------------------------------------------------------------------------------------------------- */
 
-/* Columns c .. c + 7 of a row, those from `width` on as zeros. */
-__device__ static void load_eight(float (&x)[8], const view &t, int64_t row, int c, int width)
-{
-    if (t.vector && c + 8 <= width && t.dtype == HEED_F32) {
-        *(float4 *)x = *(const float4 *)((const float *)t.data + row + c);
-        *(float4 *)(x + 4) = *(const float4 *)((const float *)t.data + row + c + 4);
-    } else if (t.vector && c + 8 <= width) {
-        const uint4 eight = *(const uint4 *)(t.data + (row + c) * 2);
-        const uint32_t pairs[4] = { eight.x, eight.y, eight.z, eight.w };
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const float2 two = t.dtype == HEED_F16 ? __half22float2(*(const __half2 *)&pairs[e])
-                                                   : __bfloat1622float2(*(const __nv_bfloat162 *)&pairs[e]);
-            x[2 * e] = two.x, x[2 * e + 1] = two.y;
-        }
-    } else {
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-            x[e] = c + e < width ? load(t, row + (c + e) * t.stride[3]) : 0.0f;
-    }
-}
-
-/* Eight lanes for each row. */
-__global__ void delta_rows(const __grid_constant__ view o, const __grid_constant__ view d_o,
-                           const __grid_constant__ view d_lse, const __grid_constant__ view delta, rows_shape n)
+/* Eight lanes for each row, by PIECES of 16 bytes of type T or element by element. With few registers, so that many rows are
+ * on their way at a time. */
+template <class T, bool PIECES>
+__global__ void __launch_bounds__(32 * WARPS, PIECES ? 6 : 4)
+    delta_rows(const __grid_constant__ view o, const __grid_constant__ view d_o, const __grid_constant__ view d_lse,
+               const __grid_constant__ view delta, rows_shape n)
 {
     const int64_t row = (int64_t)blockIdx.x * (4 * WARPS) + threadIdx.x / 8;
+    const int lane = threadIdx.x % 8;
     double sum = 0;
     place p = {};
     if (row < n.count) {
         p = place_of(n, row);
-        for (int c = threadIdx.x % 8 * 8; c < n.width; c += 64) {
-            float x[8], y[8];
-            load_eight(x, o, row_at(o, p), c, n.width);
-            load_eight(y, d_o, row_at(d_o, p), c, n.width);
+        const int64_t x_at = row_at(o, p), y_at = row_at(d_o, p);
+        constexpr int EACH = PIECES ? 16 / sizeof(T) : 1;
+#pragma unroll 2
+        for (int c = lane * EACH; c < n.width; c += 8 * EACH) {
+            if constexpr (PIECES) {
+                const uint4 piece[2] = { *(const uint4 *)((const T *)o.data + x_at + c),
+                                         *(const uint4 *)((const T *)d_o.data + y_at + c) };
+                const T *const x = (const T *)&piece[0], *const y = (const T *)&piece[1];
 #pragma unroll
-            for (int e = 0; e < 8; e++)
-                sum += (double)x[e] * y[e];
+                for (int e = 0; e < EACH; e++)
+                    sum += (double)(float)x[e] * (float)y[e];
+            } else
+                sum += (double)load(o, x_at + c * o.stride[3]) * load(d_o, y_at + c * d_o.stride[3]);
         }
     }
 #pragma unroll
-    for (int lane = 4; lane; lane /= 2)
-        sum += __shfl_xor_sync(~0u, sum, lane);
-    if (threadIdx.x % 8 || row >= n.count)
+    for (int other = 4; other; other /= 2)
+        sum += __shfl_xor_sync(~0u, sum, other);
+    if (lane || row >= n.count)
         return;
     if (d_lse.data)
         sum -= load(d_lse, row_at(d_lse, p));
@@ -89,7 +77,12 @@ static heed_status launch_delta(const view &o, const view &d_o, const view &d_ls
                                 const int64_t shape[4], const heed_exec *x)
 {
     rows_shape n = { shape[1], shape[2], shape[0] * shape[1] * shape[2], (int)shape[3] };
-    return launch(delta_rows, tiles_of(n.count, 4 * WARPS), 32 * WARPS, 0, x, o, d_o, d_lse, delta, n);
+    const bool pieces = o.vector && d_o.vector && o.dtype == d_o.dtype && shape[3] % (o.dtype == HEED_F32 ? 4 : 8) == 0;
+    const auto kernel = !pieces               ? delta_rows<float, false>
+                        : o.dtype == HEED_F32 ? delta_rows<float, true>
+                        : o.dtype == HEED_F16 ? delta_rows<__half, true>
+                                              : delta_rows<__nv_bfloat16, true>;
+    return launch(kernel, tiles_of(n.count, 4 * WARPS), 32 * WARPS, 0, x, o, d_o, d_lse, delta, n);
 }
 
 /* ---- Merge ------------------------------------------------------------------------------------------------------- */
@@ -350,30 +343,21 @@ heed_status heed_cuda_row_facts(const args &a, float unit, float2 *facts, const 
 
 /* ---- heed_merge and heed_delta ----------------------------------------------------------------------------------- */
 
-static view plain_view(const heed_tensor &t)
-{
-    view v = {};
-    v.data = (char *)t.data;
-    v.dtype = t.dtype;
-    for (int d = 0; d < 4; d++)
-        v.stride[d] = t.stride[d];
-    return v;
-}
-
 heed_status heed_merge_cuda(const heed_tensor tensors[4], const heed_exec *x)
 {
     on_device device(x->device);
     const int64_t *shape = tensors[0].shape;
     rows_shape n = { shape[1], shape[2], shape[0] * shape[1] * shape[2], (int)shape[3] };
-    return device.status ? device.status
-                         : launch(merge_rows, tiles_of(n.count, WARPS), 32 * WARPS, 0, x, plain_view(tensors[0]),
-                                  plain_view(tensors[1]), plain_view(tensors[2]), plain_view(tensors[3]), n);
+    return device.status
+               ? device.status
+               : launch(merge_rows, tiles_of(n.count, WARPS), 32 * WARPS, 0, x, heed_cuda_view(tensors[0]),
+                        heed_cuda_view(tensors[1]), heed_cuda_view(tensors[2]), heed_cuda_view(tensors[3]), n);
 }
 
 heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x)
 {
     on_device device(x->device);
     return device.status ? device.status
-                         : launch_delta(plain_view(tensors[0]), plain_view(tensors[1]), plain_view(tensors[2]),
-                                        plain_view(tensors[3]), tensors[0].shape, x);
+                         : launch_delta(heed_cuda_view(tensors[0]), heed_cuda_view(tensors[1]),
+                                        heed_cuda_view(tensors[2]), heed_cuda_view(tensors[3]), tensors[0].shape, x);
 }
