@@ -115,6 +115,11 @@ __device__ inline uint32_t load_4(const char *from)
     return x;
 }
 
+__device__ inline void store_4(uint32_t to, uint32_t x)
+{
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
 /* Brings a line into the second cache. */
 __device__ inline void prefetch(const char *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
