@@ -29,16 +29,21 @@ STRIDED = [((4, 8, 512, 64), 2, 8), ((1, 8, 4096, 64), 4, 25)]  # shape, key str
 STRIDED_GOAL = 1.25  # against PyTorch on sliced keys
 QUERY_KEYS, QUERY_GOAL = (4096, 32768), 0.80
 QUICK = [(1, 1, 128, 32), (2, 16, 256, 64), (1, 8, 1024, 64)]
+WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}  # of PyTorch's products; see Bench.look_at_torch()
 TOLERANCE = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}  # of the largest result; both sides round
 
 Row = namedtuple("Row", "section dtype direction causal threads shape us rate peak torch_us way ratio goal goal_peak")
 
 
+class Died(Exception):
+    pass
+
+
 class Side:
     """A process that answers lines with JSON."""
 
-    def __init__(self, command, threads):
-        environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
+    def __init__(self, command, threads, settings):
+        environment = dict(os.environ, **settings, OMP_NUM_THREADS=str(threads))
         self.process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE)
 
@@ -46,7 +51,7 @@ class Side:
         print(command, *(f"{key}={value}" for key, value in words.items()), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
-            sys.exit(f"bench: {self.process.args[0]} died at: {command} {words}")
+            raise Died(f"{self.process.args[0]} died with {self.process.wait()} at: {command} {words}")
         answer = json.loads(line)
         if "error" in answer:
             sys.exit(f"bench: {command} {words}: {answer['error']}")
@@ -55,13 +60,25 @@ class Side:
 
 class Bench:
     def __init__(self, options):
-        self.options, self.rows, self.sides, self.peaks = options, [], {}, {}
+        self.options, self.rows, self.sides, self.peaks, self.torch_settings = options, [], {}, {}, {}
 
     def side(self, name, threads):
         commands = {"heed": [self.options.heed], "torch": [sys.executable, os.path.join(HERE, "torch_side.py")]}
         if (name, threads) not in self.sides:
-            self.sides[name, threads] = Side(commands[name], threads)
+            self.sides[name, threads] = Side(commands[name], threads, self.torch_settings if name == "torch" else {})
         return self.sides[name, threads]
+
+    def look_at_torch(self):
+        """Facts about PyTorch. A virtual machine may have AMX without the CPUID leaf that tells the size of its tiles, which
+        PyTorch's products of bf16 ask for: they die there, and get the best instructions without AMX."""
+        facts = self.side("torch", 1).ask("info")
+        try:
+            self.side("torch", 1).ask("verify", dtype="bf16", B=1, Hq=1, Sq=64, D=64)
+        except Died:
+            self.torch_settings = WITHOUT_AMX
+            del self.sides["torch", 1]
+            facts["torch"] += " (without AMX, with which it dies here)"
+        return facts
 
     def peak(self, kind, threads):
         """flop/s, or byte/s for kind "read"."""
@@ -165,7 +182,7 @@ class Bench:
 
     def run(self):
         options, facts = self.options, self.side("heed", 1).ask("info")
-        facts.update(self.side("torch", 1).ask("info"))
+        facts.update(self.look_at_torch())
         self.verify()
         self.header(facts)
         for threads in options.threads:
@@ -283,5 +300,7 @@ def parse(arguments):
 if __name__ == "__main__":
     try:
         Bench(parse(sys.argv[1:])).run()
+    except Died as error:
+        sys.exit(f"bench: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
