@@ -161,14 +161,14 @@ enum {
     HEED_USES_LOOSE = 1 << 19,     /* a mask or bias of which eight keys are not always one piece of memory */
     HEED_USES_ALL = (1 << 20) - 1,
 
-    HEED_FOR_ROWS = 1 << 28,   /* of a kernel: fewer than HEED_ROWS rows or narrower ones get it only by name, */
+    HEED_FOR_ROWS = 1 << 28,   /* of a kernel: what heed_are_few() says or is narrower gets it only by name, */
     HEED_FOR_LONG = 1 << 29,   /* fewer than HEED_LONG rows and keys likewise */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
 };
-#define HEED_ROWS 192 /* docs/tuning.md, section 1 */
+#define HEED_ROWS 128 /* docs/tuning.md, section 1 */
 #define HEED_NARROW 32
-#define HEED_LONG 512 /* sections 1 and 5 */
+#define HEED_LONG 512 /* section 5 */
 /* docs/tuning.md, section 6, has what chose these. */
 #define HEED_SMALL (80 * 64) /* rows or keys times head size */
 #define HEED_SHORT 256       /* rows or keys, */
@@ -225,6 +225,17 @@ unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
 /* Whether rows and keys are as few as a kernel of these uses wants them, by what is the same for every batch, so that no
  * sequence meets another kernel because of the others; and head sizes are whole pieces of 16 bytes. If not, why. */
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
+
+/* Rows from which HEED_FOR_ROWS pays: twice as many if they are narrow, or see different keys. And half as many keys. */
+static inline int64_t heed_least_rows(const heed_problem *p)
+{
+    const int narrow = p->D + p->Dv < 128, banded = p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED;
+    return (int64_t)HEED_ROWS << (narrow + banded);
+}
+static inline int heed_are_few(const heed_problem *p, int64_t rows, int64_t keys)
+{
+    return rows < heed_least_rows(p) || keys < heed_least_rows(p) / 2;
+}
 int heed_threads_for(const heed_device *d, double microseconds); /* of work on one thread */
 extern const heed_kernel heed_kernels[];
 extern const int heed_kernel_total;

@@ -41,7 +41,7 @@
     ROW(forward, HEED_CPU, "_cpu_", amxsplit, type, HEED_ISA_AMX, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM,                 \
         (HEED_USES_ALL & ~HEED_USES_PLAIN) | HEED_FOR_ROWS)                                                            \
     ROW(backward, HEED_CPU, "_cpu_", amxsplit, type, HEED_ISA_AMX, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM,                \
-        (HEED_USES_ALL & ~(HEED_USES_PLAIN | HEED_USES_BIAS | HEED_USES_GRADIENTS)) | HEED_FOR_ROWS | HEED_FOR_LONG)
+        (HEED_USES_ALL & ~(HEED_USES_PLAIN | HEED_USES_BIAS | HEED_USES_GRADIENTS)) | HEED_FOR_ROWS)
 #else
 #define CPU_avx2(type)
 #define CPU_avx512(type)
@@ -245,8 +245,10 @@ static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, 
     const int64_t most = HEED_MAX(p->Sq, p->full.keys);
     if (k->uses & HEED_FOR_LONG && most < HEED_LONG)
         snprintf(why, size, "is for %d rows or keys and more, these are at most %" PRId64, HEED_LONG, most);
-    else if (k->uses & HEED_FOR_ROWS && p->Sq < HEED_ROWS)
-        snprintf(why, size, "is for %d rows and more, these are at most %" PRId64, HEED_ROWS, p->Sq);
+    else if (k->uses & HEED_FOR_ROWS && heed_are_few(p, p->Sq, p->full.keys))
+        snprintf(why, size,
+                 "is for %" PRId64 " rows and half as many keys or more, these are at most %" PRId64 " and %" PRId64,
+                 heed_least_rows(p), p->Sq, p->full.keys);
     else if (k->uses & HEED_FOR_ROWS && p->D + p->Dv < 2 * HEED_NARROW)
         snprintf(why, size, "is for head_dim %d and more, this is %" PRId64, HEED_NARROW, p->D);
     else

@@ -183,9 +183,18 @@ static void look_further(backward_block *b, int more, int64_t h, int64_t block, 
     ask_for(&b->next, rows_of(p, &s, &g->d_o, h, p->Dv), i0, i1);
     ask_for(&b->next, rows_of(p, &s, &g->d_q, h, p->D), i0, i1);
     ask_for(&b->next, rows_of(p, &s, &p->a.o, h, p->Dv), i0, x->f.delta_late ? i1 : i0);
-    int64_t tiles = b->tiles * panel_count(x->f.wide) +
-                    tile_count(b->n1 - b->n0, MR) * (panel_count(x->f.wide) + panel_count(x->f.wide_v));
-    ask_in(&b->next, (b->rows + PER_UNIT - 1) / PER_UNIT + ASKING_TILES * tiles);
+    int64_t keys = b->n1 - b->n0, vecs = x->f.wide / W, vecs_v = x->f.wide_v / W;
+    int64_t key_units = (keys + PER_UNIT - 1) / PER_UNIT, row_units = (b->rows + PER_UNIT - 1) / PER_UNIT;
+    int64_t steps = asking_steps(b->rows, vecs, key_units) + asking_steps(keys, vecs, row_units) +
+                    asking_steps(keys, vecs_v, row_units);
+#if HEED_SPLIT
+    steps += asking_steps(b->rows, keys / W, units_of(p->D)) + asking_steps(b->rows, keys / W, units_of(p->Dv));
+    if (!b->all_seen)
+        steps = steps / 2 + 1;
+#else
+    steps += row_units; /* gradient.h */
+#endif
+    ask_in(&b->next, steps);
 }
 
 static void backward_keys(void *context, int64_t index, int thread)
@@ -217,7 +226,7 @@ static void backward_keys(void *context, int64_t index, int thread)
         clear_key_sums(&b, 0, n1 - n0);
 #if HEED_SPLIT
     else
-        turn_sums(b.dK, x->f.wide, b.dKt, n1 - n0), turn_sums(b.dV, x->f.wide_v, b.dVt, n1 - n0);
+        turn_sums(b.dK, b.ld_dk, x->f.wide, b.dKt, n1 - n0), turn_sums(b.dV, b.ld_dv, x->f.wide_v, b.dVt, n1 - n0);
 #endif
     if (p->g.d_k.data && !x->f.dk_in_place)
         write_rows(&d_k, n0, n1 - n0, b.dK, b.ld_dk, p->g.accumulate);

@@ -11,13 +11,12 @@
 /* With HEED_DOT, P and dS of a tile become units at once (gradient.h), and floats are kept for one tile alone. HEED_SPLIT has
  * dV^T += dO^T P and dK^T += Q^T dS, so that P and dS need not be turned, but once for each block of keys their sums. */
 #if HEED_SPLIT
-#define LDU LDW
-#define LDZ (PLANES * BC + 16)  /* from a pair of rows to the next of P and dS as right factors */
-#define BUFFERED(rows) (2 * MR) /* one tile is computed while the one before it becomes units */
+#define LDZ (PLANES * PANEL) /* from a pair of rows to the next of P and dS as right factors, in panels of keys */
+#define LDP (PANEL + 16)     /* from row to row of a piece (gradient.h) */
 #define UNIT_ROWS MR
 #define PLAIN_UNITS(j) 0
 #elif HEED_DOT
-#define LDU (BC / 2 + 16) /* units from row to row of dS as the left factor of dQ */
+#define LDU (BC / 2 + 16)
 #define BUFFERED(rows) MR
 #define UNIT_ROWS (HEED_AMX ? MR : 6) /* of S and dP at once; 6, and a panel, stay in registers */
 #define PLAIN_UNITS(j) (!(j)->changes && !(j)->p->drop_below)
@@ -35,6 +34,7 @@ typedef struct backward_layout {
     int delta_late;              /* one block of keys: delta is computed with it, and not before all else */
     int64_t ldq, ldv;            /* units in a row of Q; of dO */
     int64_t wide, wide_v;        /* columns of D and Dv, padded */
+    int64_t ldu, plane_u;        /* dS as the left factor of dQ: units from row to row; from plane to plane */
     int64_t rows, blocks;        /* of all sequences, which lie end to end also where they are padded */
     size_t delta, turns, bounds; /* [Hq][rows]; [Hq][blocks]; [blocks] */
     size_t dq;                   /* [Hq][rows][wide], if there are several blocks of keys */
@@ -49,6 +49,11 @@ typedef struct row_bounds {
     int32_t first, last;
 } row_bounds;
 
+/* The first and the last tile of a block of rows that see a panel of keys; none: 0, -1. */
+typedef struct tile_range {
+    int64_t first, last;
+} tile_range;
+
 typedef struct backward_run {
     job j;
     backward_layout f;
@@ -62,9 +67,9 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     backward_layout f = { .keys = p->Sk };
     if (p->a.align != HEED_ALIGN_POSITION)
         f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
-    f.key_block = BC;
+    f.key_block = HEED_SPLIT && p->D + p->Dv > 128 ? 128 : BC; /* planes of wide rows do not stay in the second cache */
     f.key_blocks = (f.keys + f.key_block - 1) / f.key_block;
-    int64_t most = HEED_SPLIT && p->D + p->Dv > 256 ? BQ / 2 : BQ; /* planes of wide rows do not stay in the cache */
+    int64_t most = HEED_SPLIT && p->D + p->Dv > 256 ? BQ / 2 : BQ;
     f.row_blocks = (p->Sq + most - 1) / most;
     f.block = f.row_blocks > 1 ? most : round_up(p->Sq, HEED_SPLIT ? MR : 2);
     int64_t uses = p->G * p->Sq, step = p->a.key_stride; /* of a key */
@@ -72,11 +77,10 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.o_in_place = PER_UNIT == 1 && usable_in_place(p, &p->g.d_o, p->Dv, 1, p->Sk);
     f.k_in_place = PER_UNIT == 1 && usable_in_place(p, &p->a.k, p->D, step, uses);
     int sums_in_place = !p->g.accumulate; /* else each call adds its sum once: one rounding, not one for each product */
-    int key_sums_in_place = sums_in_place && PER_UNIT == 1;
     sums_in_place = sums_in_place && (PER_UNIT == 1 || HEED_SPLIT);
     f.dq_in_place = sums_in_place && p->g.d_q.data && usable_in_place(p, &p->g.d_q, p->D, 1, p->Sk);
-    f.dk_in_place = key_sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D, step, uses);
-    f.dv_in_place = key_sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv, step, uses);
+    f.dk_in_place = sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D, step, uses);
+    f.dv_in_place = sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv, step, uses);
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->g.d_o, &p->g.d_q, &p->g.d_k, &p->g.d_v };
     f.asks = worth_asking(tensors, 7);
     f.wide = round_up(p->D, W), f.wide_v = round_up(p->Dv, W);
@@ -101,16 +105,20 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.kt = take(&s, panels_size(kb, p->D)), f.vt = take(&s, panels_size(kb, p->Dv));
     f.ks = take(&s, stacked_size(kb, f.wide));
     f.dk = take(&s, kb * f.wide), f.dv = take(&s, kb * f.wide_v);
-    f.q = take(&s, f.block * f.ldq), f.d_o = take(&s, f.block * f.ldv);
-    f.p = take(&s, BUFFERED(f.block) * LDS), f.ds = take(&s, BUFFERED(f.block) * LDS);
     f.dqs = take(&s, f.block * f.wide);
 #if HEED_SPLIT
     int64_t turned = PLANES * f.block / 2 + W;
+    f.q = take(&s, MR * f.ldq), f.d_o = take(&s, MR * f.ldv);
+    f.p = take(&s, 4 * MR * LDP);
     f.qs = take(&s, turned * f.wide), f.dos = take(&s, turned * f.wide_v);
-    f.pz = take(&s, f.block / 2 * LDZ), f.dsz = take(&s, f.block / 2 * LDZ);
-    f.dsu = take(&s, f.block * LDU);
-    f.dkt = take(&s, f.wide * LDS), f.dvt = take(&s, f.wide_v * LDS);
+    f.pz = take(&s, f.block / 2 * LDZ * (kb / PANEL)), f.dsz = take(&s, f.block / 2 * LDZ * (kb / PANEL));
+    f.plane_u = kb / 2, f.ldu = PLANES * f.plane_u + W;
+    f.dsu = take(&s, f.block * f.ldu);
+    f.dkt = take(&s, kb * f.wide), f.dvt = take(&s, kb * f.wide_v);
 #else
+    f.plane_u = 0, f.ldu = LDU;
+    f.q = take(&s, f.block * f.ldq), f.d_o = take(&s, f.block * f.ldv);
+    f.p = take(&s, BUFFERED(f.block) * LDS), f.ds = take(&s, BUFFERED(f.block) * LDS);
     f.qs = take(&s, f.block * f.wide), f.dos = take(&s, f.block * f.wide_v);
 #endif
 #if HEED_DOT && !HEED_SPLIT
@@ -133,8 +141,9 @@ typedef struct backward_block {
     int all_seen;               /* every row sees every key */
     int careful;                /* something is not finite and not every row sees every key: pair by pair */
     int met;                    /* dK and dV hold sums already */
-    ahead next;                 /* a step for each row, or pair of rows, and each tile of dV, dK and dQ */
+    ahead next;                 /* asked for while P, dS, dV, dK and dQ are computed */
     query row[BQ];
+    tile_range seen[BC / PANEL]; /* with HEED_SPLIT */
     float lse[BQ], delta[BQ];
     left Q, dO, Q_turned, dO_turned; /* turned: with HEED_SPLIT */
     right Q_rows, dO_rows, K_rows;   /* as right factors */
@@ -142,7 +151,7 @@ typedef struct backward_block {
     int64_t ld_dk, ld_dv, ld_dq;
     float *P, *dS;
     float *Pz, *dSz, *dSu;                                       /* with HEED_DOT, as units */
-    float *dKt, *dVt;                                            /* with HEED_SPLIT: sums, turned, LDS apart */
+    float *dKt, *dVt;                                            /* with HEED_SPLIT: sums, turned, in panels of keys */
     float *Kt, *Vt, *Ks, *dKs, *dVs, *Qu, *dOu, *Qs, *dOs, *dQs; /* room for what cannot be used in place */
 } backward_block;
 
@@ -266,8 +275,6 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
     }
     float q_top = 0, d_o_top = 0;
     q.top = &q_top, d_o.top = &d_o_top;
-    b->Q = left_rows(&q, i0, i0 + b->rows, b->Qu, b->x->f.ldq);
-    b->dO = left_rows(&d_o, i0, i0 + b->rows, b->dOu, b->x->f.ldv);
     b->careful = 0;
 #if HEED_SPLIT
     b->Q_turned = pack_turned(b->Qs, &q, i0, i0 + b->rows, b->x->f.block, b->x->f.wide);
@@ -275,6 +282,8 @@ static void load_rows(backward_block *b, int64_t h, int64_t i0)
     if (!(finite && is_moderate(q_top) && is_moderate(d_o_top)))
         leave_head(&b->x->j, b->span.b * p->Hk + b->hk);
 #else
+    b->Q = left_rows(&q, i0, i0 + b->rows, b->Qu, b->x->f.ldq);
+    b->dO = left_rows(&d_o, i0, i0 + b->rows, b->dOu, b->x->f.ldv);
     if (PER_UNIT == 1 && b->Q.data == b->Qu) /* rows of floats are a factor on either side */
         b->Q_rows = (right){ b->Qu, b->Q.ld, PANEL, 0 };
     else
@@ -320,40 +329,45 @@ static void clear_key_sums(backward_block *b, int64_t c, int64_t n)
 }
 
 #if HEED_SPLIT
-/* The same for turned sums. */
-static void clear_turned(float *sums, int64_t width, int64_t c, int64_t n)
+/* Panel c of P or dS as a right factor. */
+static inline float *panel_at(const backward_block *b, float *planes, int64_t c)
 {
-    for (int64_t d = 0; d < width; d++)
-        memset(sums + d * LDS + c, 0, (size_t)n * sizeof(float));
+    return planes + c / PANEL * (b->x->f.block / 2) * LDZ;
 }
 
 /* Turned sums of n keys as rows. */
-static void turn_sums(float *to, int64_t width, const float *from, int64_t n)
+static void turn_sums(float *to, int64_t ld, int64_t width, const float *from, int64_t n)
 {
     for (int64_t r = 0; r < n; r += W)
         for (int64_t d = 0; d < width; d += W) {
             vec t[W];
             each(i, W)
-                t[i] = vec_load(from + (d + i) * LDS + r);
+                t[i] = vec_load(from + r / PANEL * PANEL * width + (d + i) * PANEL + r % PANEL);
             vec_transpose(t);
             for (int64_t i = 0; i < HEED_MIN(W, n - r); i++)
-                vec_store(to + (r + i) * width + d, t[i]);
+                vec_store(to + (r + i) * ld + d, t[i]);
         }
 }
 
-/* Keys [c, c + R) of the block and rows [first, last), of which there may be none. */
-static void add_to_tile(backward_block *b, int64_t c, int64_t R, int64_t first, int64_t last)
+/* dV^T += dO^T P and dK^T += Q^T dS, a panel of keys at a time, over the tiles of rows that see it. */
+static void add_to_keys(backward_block *b)
 {
     const backward_layout *f = &b->x->f;
-    int64_t k = first / (2 * STEP) * STEP, units = round_up(last, 2 * STEP) / 2 - k, vecs = round_up(R, W) / W;
     const float *keep = b->met ? keep_all : NULL;
-    if (first < last) {
-        multiply(b->dVt + c, LDS, left_from(b->dO_turned, 0, k), (right){ b->Pz + k * LDZ + c, LDZ, PANEL, BC },
-                 f->wide_v, vecs, units, keep, NULL);
-        multiply(b->dKt + c, LDS, left_from(b->Q_turned, 0, k), (right){ b->dSz + k * LDZ + c, LDZ, PANEL, BC },
-                 f->wide, vecs, units, keep, NULL);
-    } else if (!b->met)
-        clear_turned(b->dVt, f->wide_v, c, R), clear_turned(b->dKt, f->wide, c, R);
+    for (int64_t c = 0; c < b->n1 - b->n0; c += PANEL) {
+        tile_range seen = b->seen[c / PANEL];
+        int64_t k = seen.first * STEP, units = (seen.last + 1) * STEP - k;
+        if (units > 0) {
+            multiply(b->dVt + c * f->wide_v, PANEL, left_from(b->dO_turned, 0, k),
+                     (right){ panel_at(b, b->Pz, c) + k * LDZ, LDZ, PANEL, PANEL }, f->wide_v, NR, units, keep,
+                     &b->next);
+            multiply(b->dKt + c * f->wide, PANEL, left_from(b->Q_turned, 0, k),
+                     (right){ panel_at(b, b->dSz, c) + k * LDZ, LDZ, PANEL, PANEL }, f->wide, NR, units, keep,
+                     &b->next);
+        } else if (!b->met)
+            memset(b->dVt + c * f->wide_v, 0, (size_t)(PANEL * f->wide_v) * sizeof(float)),
+                memset(b->dKt + c * f->wide, 0, (size_t)(PANEL * f->wide) * sizeof(float));
+    }
 }
 #else
 /* Keys [c, c + R) of the block and rows [first, last), of which there may be none. */
@@ -372,7 +386,6 @@ static void add_to_tile(backward_block *b, int64_t c, int64_t R, int64_t first, 
     multiply(b->dK + c * b->ld_dk, b->ld_dk, (left){ dS + k * LDS + c, LDS, 1, 0 }, right_from(b->Q_rows, k, 0), R,
              f->wide / W, units, b->met ? keep_all : NULL, &b->next);
 }
-#endif
 
 /* dV += P^T dO and dK += dS^T Q, MR keys at a time, over the rows that see them. */
 static void add_to_keys(backward_block *b)
@@ -390,6 +403,7 @@ static void add_to_keys(backward_block *b)
         add_to_tile(b, c, R, first, last);
     }
 }
+#endif
 
 /* dQ = dS K, or dQ += dS K. */
 static void add_to_rows(backward_block *b, int add)
@@ -401,7 +415,7 @@ static void add_to_rows(backward_block *b, int add)
         if (columns_seen(b, r0, rows, &first, &last, &whole)) {
             int64_t k = first / (PER_UNIT * STEP) * STEP;
             multiply(b->dQ + r0 * b->ld_dq, b->ld_dq,
-                     (left){ (HEED_DOT ? b->dSu : b->dS) + r0 * LDU + k, LDU, 0, WEIGHT_PLANE },
+                     (left){ (HEED_DOT ? b->dSu : b->dS) + r0 * f->ldu + k, f->ldu, 0, f->plane_u },
                      right_from(b->K_rows, k, 0), rows, f->wide / W, (last + PER_UNIT - 1) / PER_UNIT - k,
                      add ? keep_all : NULL, &b->next);
         } else if (!add)

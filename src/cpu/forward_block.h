@@ -406,8 +406,9 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
             ask_for_packed(&b->next, b, n + BC);
         else if (!b->is_direct && b->f->asks)
             ask_for_keys(&b->next, b->j, b->span, b->hk, n + BC);
-        ask_in(&b->next, b->rows + ASKING_TILES * b->tiles * panel_count(p->Dv));
-        int64_t begins = HEED_MAX(n, n0), ends = HEED_MIN(n + BC, n1);
+        int64_t begins = HEED_MAX(n, n0), ends = HEED_MIN(n + BC, n1),
+                units = (ends - begins + PER_UNIT - 1) / PER_UNIT;
+        ask_in(&b->next, b->rows + b->tiles * asking_steps(MR, round_up(p->Dv, W) / W, units));
 #if HEED_SPLIT
         forward_tile tiles[2], *before = NULL;
         for (int64_t t = 0; t < b->tiles; t++) {

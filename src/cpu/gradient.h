@@ -11,16 +11,16 @@ INLINE vec log2_weight(vec s, vec scale, vec minus_lse)
     return vec_mul(vec_min(vec_zero(), vec_fma(s, scale, minus_lse)), vec_set1(LOG2E));
 }
 
-/* Row r: from products s and ds to P and scale dS, columns [from, to). In `bias`, where wanted: dS before scale and
- * softcap. */
-static void gradient_row(backward_block *b, int64_t r, float *s, float *ds, int64_t from, int64_t to, int whole,
-                         float *bias)
+/* Row r: from products s and ds to P and scale dS, columns [from, to), of which column 0 is key n0. In `bias`, where wanted:
+ * dS before scale and softcap. */
+static void gradient_row(backward_block *b, int64_t r, float *s, float *ds, int64_t n0, int64_t from, int64_t to,
+                         int whole, float *bias)
 {
     const job *j = &b->x->j;
     float slope[BC + W];
     int capped = j->p->a.softcap > 0;
     if (j->changes || !whole)
-        adjust_row(j, &b->span, b->row[r], s, capped ? slope : NULL, b->n0, from, to);
+        adjust_row(j, &b->span, b->row[r], s, capped ? slope : NULL, n0, from, to);
     char hidden[BC];
     for (int64_t c = from; bias && c < to; c++)
         hidden[c] = s[c] == -INFINITY;
@@ -28,7 +28,7 @@ static void gradient_row(backward_block *b, int64_t r, float *s, float *ds, int6
     vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]), ds_scale = vec_set1(bias ? 1 : j->p->a.scale);
     if (j->p->drop_below) {
         float keep[BC];
-        keep_row(j, &b->span, b->row[r], keep, b->n0, from, to);
+        keep_row(j, &b->span, b->row[r], keep, n0, from, to);
         for (int64_t c = from; c < to; c += W) {
             vec p = vec_exp2(log2_weight(vec_load(s + c), scale, lse)), k = vec_load(keep + c);
             vec_store(ds + c, vec_mul(vec_mul(p, ds_scale), vec_sub(vec_mul(vec_load(ds + c), k), delta)));
@@ -43,12 +43,150 @@ static void gradient_row(backward_block *b, int64_t r, float *s, float *ds, int6
     for (int64_t c = from; bias && c < to; c++)
         bias[c] = hidden[c] ? 0 : ds[c]; /* where P = 0, dS may be 0 * NaN */
     if (capped) {
-        int64_t first = HEED_MAX(b->row[r].first - b->n0, from), last = HEED_MIN(b->row[r].last - b->n0, to);
+        int64_t first = HEED_MAX(b->row[r].first - n0, from), last = HEED_MIN(b->row[r].last - n0, to);
         for (int64_t c = first; c < last; c++)
             ds[c] *= slope[c];
     }
 }
 
+#if HEED_SPLIT
+/* A piece of the block, MR rows and PANEL keys, from products to planes of units. */
+typedef struct piece {
+    meanwhile work;
+    backward_block *b;
+    float *S, *dS; /* [MR][LDP]: S and dP, or if it is graded P and dS */
+    int graded, whole;
+    int64_t r0, rows, c, row;
+} piece;
+
+/* Planes of P and dS of rows r and r + W of a piece. */
+INLINE void store_planes(const piece *u, int64_t r, vec P[2][2], vec dS[2][2])
+{
+    int64_t pair = (u->r0 / 2 + r) * LDZ;
+    float *z = panel_at(u->b, u->b->Pz, u->c) + pair, *dz = panel_at(u->b, u->b->dSz, u->c) + pair;
+    int64_t ldu = u->b->x->f.ldu;
+    float *du = u->b->dSu + (u->r0 + r) * ldu + u->c / 2;
+    each(h, 2)
+        store_parts(z + h * W, PANEL, P[0][h], P[1][h]);
+    vec x[2][2][3];
+    each(j, 2)
+        each(h, 2)
+            vec_parts(dS[j][h], x[j][h]);
+    each(i, PLANES) {
+        each(h, 2)
+            vec_store(dz + i * PANEL + h * W, vec_join(x[0][h][i], x[1][h][i]));
+        each(j, 2)
+            vec_store(du + j * W * ldu + i * u->b->x->f.plane_u, vec_join(x[j][0][i], x[j][1][i]));
+    }
+}
+
+/* -inf to what a row does not see of the piece's columns h W and on. */
+INLINE vec hide_unseen(vec s, const piece *u, const query *q, int h)
+{
+    int64_t begin = u->b->n0 + u->c + h * W;
+    vec lane = vec_load(lane_numbers), hidden = vec_set1(-INFINITY);
+    s = vec_less(lane, vec_set1((float)(q->first - begin)), hidden, s);
+    return vec_less(lane, vec_set1((float)(q->last - begin)), s, hidden);
+}
+
+/* Two rows. What gradient_row() does, where that was not called. */
+static void grade(meanwhile *work)
+{
+    piece *u = (piece *)work;
+    if (u->row >= W)
+        return;
+    const backward_block *b = u->b;
+    const job *j = &b->x->j;
+    vec P[2][2], dS[2][2], scale = vec_set1(j->s_scale), ds_scale = vec_set1(j->p->a.scale);
+    each(i, 2) {
+        int64_t r = HEED_MIN(u->row + i * W, u->rows - 1), at = r * LDP, row = u->r0 + r;
+        vec lse = vec_set1(-b->lse[row]), delta = vec_set1(b->delta[row]);
+        each(h, 2) {
+            vec s = vec_load(u->S + at + h * W), d = vec_load(u->dS + at + h * W);
+            if (u->graded)
+                P[i][h] = s, dS[i][h] = d;
+            else {
+                P[i][h] = vec_exp2(log2_weight(u->whole ? s : hide_unseen(s, u, b->row + row, h), scale, lse));
+                dS[i][h] = vec_mul(vec_mul(P[i][h], ds_scale), vec_sub(d, delta));
+            }
+            if (u->row + i * W >= u->rows)
+                P[i][h] = dS[i][h] = vec_zero();
+        }
+    }
+    store_planes(u, u->row, P, dS);
+    u->row++;
+}
+
+/* S and dP of a piece, and meanwhile P and dS of the one before. */
+static void score_piece(piece *u, meanwhile *before)
+{
+    backward_block *b = u->b;
+    const job *j = &b->x->j;
+    const heed_problem *p = j->p;
+    int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL;
+    right K = { b->Kt, PANEL, ku * PLANES, ku }, V = { b->Vt, PANEL, vu * PLANES, vu };
+    ahead *next = b->next.count ? &b->next : NULL;
+    multiply_panel(u->S, LDP, b->Q, right_from(K, 0, u->c), u->rows, ku / PANEL, before, next);
+    multiply_panel(u->dS, LDP, b->dO, right_from(V, 0, u->c), u->rows, vu / PANEL, before, next);
+    u->graded = j->changes || p->drop_below;
+    for (int64_t r = 0; r < u->rows && u->graded; r++)
+        gradient_row(b, u->r0 + r, u->S + r * LDP, u->dS + r * LDP, b->n0 + u->c, 0, PANEL, u->whole, NULL);
+}
+
+static void finish_piece(piece *u)
+{
+    while (u->row < W)
+        grade(&u->work);
+}
+
+/* Tile t of rows sees some keys of a panel. What lies between those that do is zero. */
+static void note_seen(backward_block *b, int64_t c, int64_t t)
+{
+    tile_range *seen = b->seen + c / PANEL;
+    if (seen->first > seen->last)
+        seen->first = t;
+    else
+        for (int64_t r = (seen->last + 1) * W; r < t * W; r++) {
+            memset(panel_at(b, b->Pz, c) + r * LDZ, 0, LDZ * sizeof(float));
+            memset(panel_at(b, b->dSz, c) + r * LDZ, 0, LDZ * sizeof(float));
+        }
+    seen->last = t;
+}
+
+/* P and dS of the block, and which tiles of rows see each panel of keys. */
+static void score_block(backward_block *b)
+{
+    const heed_problem *p = b->x->j.p;
+    source q = rows_of(p, &b->span, &p->a.q, b->h, p->D), d_o = rows_of(p, &b->span, &p->g.d_o, b->h, p->Dv);
+    piece pieces[2], *before = NULL;
+    for (int64_t i = 0; i < BC / PANEL; i++)
+        b->seen[i] = (tile_range){ 0, -1 };
+    for (int64_t t = 0; t < b->tiles; t++) {
+        int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
+        int64_t first, last, all_first = b->n0, all_last = b->n1;
+        int whole;
+        if (!columns_seen(b, r0, rows, &first, &last, &whole))
+            continue;
+        for (int64_t r = r0; r < r0 + rows; r++)
+            all_first = HEED_MAX(all_first, b->row[r].first), all_last = HEED_MIN(all_last, b->row[r].last);
+        b->Q = left_rows(&q, b->i0 + r0, b->i0 + r0 + rows, b->Qu, b->x->f.ldq);
+        b->dO = left_rows(&d_o, b->i0 + r0, b->i0 + r0 + rows, b->dOu, b->x->f.ldv);
+        for (int64_t c = first / PANEL * PANEL; c < last; c += PANEL) {
+            piece *u = before == pieces ? pieces + 1 : pieces;
+            float *room = b->P + (u - pieces) * 2 * MR * LDP;
+            *u = (piece){ .work = { grade }, .b = b, .S = room, .dS = room + MR * LDP, .r0 = r0, .rows = rows, .c = c };
+            u->whole = all_first <= b->n0 + c && all_last >= b->n0 + c + PANEL;
+            score_piece(u, before ? &before->work : NULL);
+            if (before)
+                finish_piece(before);
+            note_seen(b, c, t);
+            before = u;
+        }
+    }
+    if (before)
+        finish_piece(before);
+}
+#else
 static void clear_outside(float *row, int64_t from, int64_t to, int64_t columns)
 {
     if (from)
@@ -57,80 +195,7 @@ static void clear_outside(float *row, int64_t from, int64_t to, int64_t columns)
         memset(row + to, 0, (size_t)(columns - to) * sizeof *row);
 }
 
-#if HEED_SPLIT
-/* A tile of rows from products to planes of units. */
-typedef struct tile_units {
-    meanwhile work;
-    backward_block *b;
-    float *S, *dS; /* S and dP, or P and dS already */
-    int64_t r0, rows, row, column, columns;
-} tile_units;
-
-/* Planes of P and dS of rows r and r + W of a tile, columns c to c + 2 W. */
-INLINE void store_planes(const tile_units *u, int64_t r, int64_t c, vec P[2][2], vec dS[2][2])
-{
-    float *z = u->b->Pz + (u->r0 / 2 + r) * LDZ + c, *dz = u->b->dSz + (u->r0 / 2 + r) * LDZ + c;
-    float *du = u->b->dSu + (u->r0 + r) * LDU + c / 2;
-    each(h, 2)
-        store_parts(z + h * W, BC, P[0][h], P[1][h]);
-    vec x[2][2][3];
-    each(j, 2)
-        each(h, 2)
-            vec_parts(dS[j][h], x[j][h]);
-    each(i, PLANES) {
-        each(h, 2)
-            vec_store(dz + i * BC + h * W, vec_join(x[0][h][i], x[1][h][i]));
-        each(j, 2)
-            vec_store(du + j * W * LDU + i * WEIGHT_PLANE, vec_join(x[j][0][i], x[j][1][i]));
-    }
-}
-
-/* What gradient_row() does, for plain attention and rows that see all columns: a piece of two rows and 2 W columns. */
-static void grade(meanwhile *work)
-{
-    tile_units *u = (tile_units *)work;
-    if (u->row >= HEED_MIN(u->rows, W))
-        return;
-    const backward_block *b = u->b;
-    const job *j = &b->x->j;
-    vec P[2][2], dS[2][2], scale = vec_set1(j->s_scale), ds_scale = vec_set1(j->p->a.scale);
-    each(i, 2) {
-        int64_t r = u->row + i * W, at = r * LDS + u->column;
-        vec lse = vec_set1(-b->lse[u->r0 + r]), delta = vec_set1(b->delta[u->r0 + r]);
-        each(h, 2) {
-            P[i][h] = vec_exp2(log2_weight(vec_load(u->S + at + h * W), scale, lse));
-            dS[i][h] = vec_mul(vec_mul(P[i][h], ds_scale), vec_sub(vec_load(u->dS + at + h * W), delta));
-        }
-    }
-    if (u->row + W >= u->rows)
-        each(h, 2)
-            P[1][h] = dS[1][h] = vec_zero();
-    store_planes(u, u->row, u->column, P, dS);
-    u->column += 2 * W;
-    if (u->column < u->columns)
-        return;
-    u->column = 0, u->row++;
-    ask(&u->b->next);
-}
-
-/* Pairs of rows that are not there. */
-static void clear_planes(const tile_units *u)
-{
-    for (int64_t r = u->rows; r < W; r++)
-        for (int i = 0; i < PLANES; i++) {
-            memset(u->b->Pz + (u->r0 / 2 + r) * LDZ + i * BC, 0, (size_t)u->columns * sizeof(float));
-            memset(u->b->dSz + (u->r0 / 2 + r) * LDZ + i * BC, 0, (size_t)u->columns * sizeof(float));
-        }
-}
-
-/* What is left of the work on a tile. */
-static void finish_units(tile_units *u)
-{
-    while (u->row < HEED_MIN(u->rows, W))
-        grade(&u->work);
-    clear_planes(u);
-}
-#elif HEED_DOT
+#if HEED_DOT
 /* P and dS of rows r and r + 1 (where `rows` is 2), columns c .. c + 2 W, as units. */
 INLINE void store_units(backward_block *b, int64_t r, const int rows, int64_t c, vec P[2][2], vec dS[2][2])
 {
@@ -293,63 +358,6 @@ static void clear_units(backward_block *b, int64_t r, int64_t rows, int64_t from
 }
 #endif
 
-#if HEED_SPLIT
-/* S and dP of tile t, and meanwhile P and dS of the one before. Where the tile is plain its P and dS are left to be computed
- * later; else they are computed. */
-static void score_tile(backward_block *b, tile_units *u, int64_t t, float *S, float *dS, meanwhile *before)
-{
-    const job *j = &b->x->j;
-    const heed_problem *p = j->p;
-    int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
-    int64_t first, last, from = 0, to = 0, columns = round_up(b->n1 - b->n0, 2 * W);
-    int whole, seen = columns_seen(b, r0, rows, &first, &last, &whole);
-    *u = (tile_units){ { grade }, b, S, dS, r0, rows, 0, 0, columns };
-    if (seen) {
-        from = first / PANEL * PANEL, to = round_up(last, W);
-        int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL, vecs = (to - from) / W;
-        right K = { b->Kt, PANEL, ku * PLANES, ku }, V = { b->Vt, PANEL, vu * PLANES, vu };
-        multiply_meanwhile(S + from, LDS, left_from(b->Q, r0, 0), right_from(K, 0, from), rows, vecs, ku / PANEL,
-                           before);
-        multiply_meanwhile(dS + from, LDS, left_from(b->dO, r0, 0), right_from(V, 0, from), rows, vecs, vu / PANEL,
-                           before);
-    }
-    if (seen && whole && from == 0 && to == columns && !j->changes && !p->drop_below)
-        return;
-    for (int64_t r = 0; r < rows; r++) {
-        if (seen)
-            gradient_row(b, r0 + r, S + r * LDS, dS + r * LDS, from, to, whole, NULL);
-        clear_outside(S + r * LDS, from, to, columns);
-        clear_outside(dS + r * LDS, from, to, columns);
-    }
-    for (; u->row < HEED_MIN(rows, W); u->row++) {
-        ask(&b->next);
-        for (int64_t c = 0; c < columns; c += 2 * W) {
-            vec P[2][2], D[2][2];
-            each(i, 2)
-                each(h, 2) {
-                    int64_t at = (u->row + i * W) * LDS + c + h * W;
-                    P[i][h] = u->row + i * W < rows ? vec_load(S + at) : vec_zero();
-                    D[i][h] = u->row + i * W < rows ? vec_load(dS + at) : vec_zero();
-                }
-            store_planes(u, u->row, c, P, D);
-        }
-    }
-}
-
-/* P and dS of the block. */
-static void score_block(backward_block *b)
-{
-    tile_units tiles[2];
-    for (int64_t t = 0; t < b->tiles; t++) {
-        int64_t buffer = t % 2 * MR * LDS;
-        score_tile(b, tiles + t % 2, t, b->P + buffer, b->dS + buffer, t ? &tiles[(t - 1) % 2].work : NULL);
-        if (t)
-            finish_units(tiles + (t - 1) % 2);
-    }
-    if (b->tiles)
-        finish_units(tiles + (b->tiles - 1) % 2);
-}
-#else
 /* P and dS of tile t of the block. */
 static void score_rows(backward_block *b, int64_t t, float *bias)
 {
@@ -390,7 +398,7 @@ static void score_rows(backward_block *b, int64_t t, float *bias)
         ask(&b->next);
         for (int64_t i = r; i < r + n; i++) {
             if (seen)
-                gradient_row(b, r0 + i, S + i * LDS, dS + i * LDS, from, to, whole,
+                gradient_row(b, r0 + i, S + i * LDS, dS + i * LDS, b->n0, from, to, whole,
                              bias ? bias + (r0 + i) * LDS : NULL);
             clear_outside(S + i * LDS, from, to, columns);
             clear_outside(dS + i * LDS, from, to, columns);

@@ -43,10 +43,6 @@
 #include "direct.h"
 #include "forward_block.h"
 #include "forward.h"
-#if HEED_SPLIT
-#undef BC
-#define BC 128 /* P and dS take nine times as many bytes as S and have to stay in the second cache */
-#endif
 #include "backward_block.h"
 #include "gradient.h"
 #include "bias_gradient.h"

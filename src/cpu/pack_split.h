@@ -34,26 +34,24 @@ INLINE const float *float_row(const source *x, int64_t n, float *room, int64_t p
     return room;
 }
 
-static void unit_row(float *to, const source *x, int64_t n)
+static left left_rows(const source *x, int64_t first, int64_t last, float *to, int64_t ld)
 {
     float room[HEED_MAX_HEAD_DIM + 2 * W];
     int64_t units = units_of(x->dim);
-    const float *row = float_row(x, n, room, 2 * units);
     vec top = vec_zero();
-    for (int64_t c = 0; c < 2 * units; c += 2 * W) {
-        vec a = vec_load(row + c), b = vec_load(row + c + W);
-        top = vec_larger(vec_larger(top, a), b);
-        store_parts(to + c / 2, units, a, b);
+    for (int64_t n = first; n < last; n++) {
+        const float *row = float_row(x, n, room, 2 * units);
+        for (int64_t c = 0; c < 2 * units; c += 2 * W) {
+            vec a = vec_load(row + c), b = vec_load(row + c + W);
+            top = vec_larger(vec_larger(top, a), b);
+            store_parts(to + (n - first) * ld + c / 2, units, a, b);
+        }
     }
     raise_top(x, top);
+    return (left){ to, ld, 0, units };
 }
 
-static left left_rows(const source *x, int64_t first, int64_t last, float *room, int64_t ld)
-{
-    for (int64_t n = first; n < last; n++)
-        unit_row(room + (n - first) * ld, x, n);
-    return (left){ room, ld, 0, units_of(x->dim) };
-}
+static void unit_row(float *to, const source *x, int64_t n) { left_rows(x, n, n + 1, to, 0); }
 
 static void pack_panels(float *to, const source *x, int64_t first, int64_t last, float scale)
 {
@@ -61,7 +59,7 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
     float rooms[W][HEED_MAX_HEAD_DIM + 2 * W];
     static const float zeros[HEED_MAX_HEAD_DIM + 2 * W];
     vec top = vec_zero(), factor = vec_set1(scale);
-    for (int64_t n = first; n < last; n += W) {
+    for (int64_t n = first; n < round_up(last, PANEL); n += W) {
         float *panel = to + n / PANEL * PANEL * units * PLANES + n % PANEL;
         const float *from[W];
         for (int64_t r = 0; r < W; r++)
@@ -104,18 +102,22 @@ static left pack_turned(float *to, const source *x, int64_t first, int64_t last,
     int64_t plane = rows / 2, ld = PLANES * plane + W;
     float rooms[2 * W][HEED_MAX_HEAD_DIM + W];
     static const float zeros[HEED_MAX_HEAD_DIM + W];
+    vec top = vec_zero();
     for (int64_t n = first; n < last; n += 2 * W) {
         const float *from[2 * W];
         for (int64_t r = 0; r < 2 * W; r++)
             from[r] = n + r < last ? float_row(x, n + r, rooms[r], width) : zeros;
         for (int64_t c = 0; c < width; c += W) {
             vec a[W], b[W];
-            each(r, W)
+            each(r, W) {
                 a[r] = vec_load(from[r] + c), b[r] = vec_load(from[r + W] + c);
+                top = vec_larger(vec_larger(top, a[r]), b[r]);
+            }
             vec_transpose(a), vec_transpose(b);
             each(r, W)
                 store_parts(to + (c + r) * ld + (n - first) / 2, plane, a[r], b[r]);
         }
     }
+    raise_top(x, top);
     return (left){ to, ld, 0, plane };
 }

@@ -48,7 +48,7 @@ static inline void leave_short(job *j)
     for (int64_t b = 0; b < p->B; b++) {
         heed_span s;
         heed_span_of(p, b, &s);
-        int few = s.rows < HEED_ROWS || (p->pass == HEED_BACKWARD && HEED_MAX(s.rows, s.keys) < HEED_LONG);
+        int few = heed_are_few(p, s.rows, s.keys);
         memset(j->left + b * p->Hk, (few && !j->plan->forced) || j->s_scale > 0x1p20f, (size_t)p->Hk);
     }
 }

@@ -101,9 +101,15 @@ typedef struct meanwhile {
 #if HEED_AMX
 #include "tile_amx.h"
 #else
-#define STEP 1         /* units that are summed before they meet C: sums begin at multiples of it */
-#define ASKING_TILES 1 /* whether a tile of multiply() is a step of what is asked for ahead */
+#define STEP 1 /* units that are summed before they meet C: sums begin at multiples of it */
 static inline void leave_tiles(void) {}
+
+/* How many steps of what is asked for ahead multiply() takes: one for each tile. */
+static inline int64_t asking_steps(int64_t rows, int64_t vecs, int64_t K)
+{
+    (void)K;
+    return tile_count(rows, MR) * ((vecs + NR - 1) / NR);
+}
 
 /* A pointer serves three rows, so that all addresses stay in registers. */
 #define GROUPS(R) (((R) + 2) / 3)
@@ -192,8 +198,7 @@ INLINE void tile(const int R, const int N, const int transposed, float *C, int64
 EACH_R(TILES)
 static tile_fn *const tiles[MR][NR][2] = { EACH_R(TILE_NAMES) }; /* [rows - 1][vectors - 1][transposed] */
 
-/* C [rows x vecs W] = A B, or keep C + A B as in tile(); K in units. A step of `next`, where given, before
- * each tile, if ASKING_TILES. */
+/* C [rows x vecs W] = A B, or keep C + A B as in tile(); K in units. Meanwhile asking_steps() of `next`, where given. */
 static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
                      ahead *next)
 {

@@ -8,8 +8,7 @@
  * STEP units, wherever the first unit that counts may be: zeros before it change nothing, other groups would. */
 
 #define STEP 16
-#define ASKING_TILES 0 /* they are too short for it */
-#define C00 0          /* the compiler's macros want digits */
+#define C00 0 /* the compiler's macros want digits */
 #define C01 1
 #define C10 2
 #define C11 3
@@ -19,6 +18,12 @@
 #define B1 7
 
 enum { MOST_STEPS = 5, HALF = STEP * W }; /* HALF: floats of one register */
+
+/* Products of bf16 are too short for it. */
+static inline int64_t asking_steps(int64_t rows, int64_t vecs, int64_t K)
+{
+    return HEED_SPLIT ? tile_count(rows, MR) * ((vecs + NR - 1) / NR) * ((K + STEP - 1) / STEP) * 2 : 0;
+}
 
 static _Thread_local int shaped; /* rows that the registers are configured for; 0: not at all */
 
@@ -87,7 +92,7 @@ INLINE void add_products(const int low, const int wide)
 /* C += A B over whole steps, where a = a0 + a1 + a2 and b = b0 + b1 + b2, each part some 2^-8 of the one before: of the nine
  * products six count. Four instructions take 64 cycles, in which vectors are free for a piece of other work. */
 INLINE void sum_steps(const int low, const int wide, const amx_left *A, const float *b, int64_t ldb, int64_t b_plane,
-                      meanwhile *work)
+                      meanwhile *work, ahead *next)
 {
     const float *a = A->data, *a_low = A->low;
     const long a_bytes = (long)(A->ld * 4), b_bytes = (long)(ldb * 4);
@@ -101,16 +106,18 @@ INLINE void sum_steps(const int low, const int wide, const amx_left *A, const fl
             add_products(low, wide);
             if (work)
                 work->step(work);
+            if (next && i % 3 == 1)
+                ask(next);
         }
     }
 }
 #else
 /* C += A B over whole steps. */
 INLINE void sum_steps(const int low, const int wide, const amx_left *A, const float *b, int64_t ldb, int64_t b_plane,
-                      meanwhile *work)
+                      meanwhile *work, ahead *next)
 {
     const float *a = A->data, *a_low = A->low;
-    (void)b_plane, (void)work;
+    (void)b_plane, (void)work, (void)next;
     for (int64_t s = 0; s < A->steps; s++, a += A->next, a_low += A->next, b += STEP * ldb) {
         load_left(low, a, a_low, (long)(A->ld * 4));
         load_right(wide, b, (long)(ldb * 4));
@@ -120,7 +127,7 @@ INLINE void sum_steps(const int low, const int wide, const amx_left *A, const fl
 #endif
 
 INLINE void product(const int low, const int wide, float *C, int64_t ldc, const amx_left *A, const float *B,
-                    int64_t ldb, int64_t b_plane, meanwhile *work)
+                    int64_t ldb, int64_t b_plane, meanwhile *work, ahead *next)
 {
     _Alignas(64) float rest[2 * HALF];
     _tile_zero(C00);
@@ -129,7 +136,7 @@ INLINE void product(const int low, const int wide, float *C, int64_t ldc, const 
         _tile_zero(C10);
         _tile_zero(C11);
     }
-    sum_steps(low, wide, A, B, ldb, b_plane, work);
+    sum_steps(low, wide, A, B, ldb, b_plane, work, next);
     if (!HEED_SPLIT && A->left_over) {
         const amx_left last = { .data = A->rest, .low = A->rest + HALF, .ld = STEP, .steps = 1 };
         for (int64_t k = 0; k < STEP; k++)
@@ -137,7 +144,7 @@ INLINE void product(const int low, const int wide, float *C, int64_t ldc, const 
                 vec_store(rest + k * PANEL + n * W,
                           k < A->left_over ? vec_load(B + (A->steps * STEP + k) * ldb + n * W) : vec_zero());
         memory_is_written();
-        sum_steps(low, wide, &last, rest, PANEL, 0, NULL);
+        sum_steps(low, wide, &last, rest, PANEL, 0, NULL, NULL);
     }
     const long c_bytes = (long)(ldc * 4);
     _tile_stored(C00, C, c_bytes);
@@ -184,7 +191,7 @@ static amx_left left_of(float *room, left A, int64_t R, int64_t K)
 
 /* As tile.h says: C [rows x vecs W] = A B, or keep C + A B; K in units, of which a transposed A has at most BQ / 2. */
 INLINE void multiply_all(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K,
-                         const float *keep, meanwhile *work)
+                         const float *keep, meanwhile *work, ahead *next)
 {
     _Alignas(64) float room[MOST_STEPS * 2 * HALF], sums[32 * PANEL];
     int64_t count = tile_count(rows, MR);
@@ -197,11 +204,11 @@ INLINE void multiply_all(float *C, int64_t ldc, left A, right B, int64_t rows, i
             int64_t N = HEED_MIN(NR, vecs - n), ld = keep ? PANEL : ldc;
             const float *b = B.data + n / NR * B.next;
             if (R > 16)
-                N == 2 ? product(1, 1, to, ld, &a, b, B.ld, B.plane, work)
-                       : product(1, 0, to, ld, &a, b, B.ld, B.plane, work);
+                N == 2 ? product(1, 1, to, ld, &a, b, B.ld, B.plane, work, next)
+                       : product(1, 0, to, ld, &a, b, B.ld, B.plane, work, next);
             else
-                N == 2 ? product(0, 1, to, ld, &a, b, B.ld, B.plane, work)
-                       : product(0, 0, to, ld, &a, b, B.ld, B.plane, work);
+                N == 2 ? product(0, 1, to, ld, &a, b, B.ld, B.plane, work, next)
+                       : product(0, 0, to, ld, &a, b, B.ld, B.plane, work, next);
             for (int64_t i = 0; keep && i < R; i++) {
                 vec k = vec_set1(keep == keep_all ? 1 : keep[r + i]);
                 for (int64_t w = 0; w < N * W; w += W)
@@ -214,8 +221,10 @@ INLINE void multiply_all(float *C, int64_t ldc, left A, right B, int64_t rows, i
 static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
                      ahead *next)
 {
-    (void)next;
-    multiply_all(C, ldc, A, B, rows, vecs, K, keep, NULL);
+    if (HEED_SPLIT && next && next->count)
+        multiply_all(C, ldc, A, B, rows, vecs, K, keep, NULL, next);
+    else
+        multiply_all(C, ldc, A, B, rows, vecs, K, keep, NULL, NULL);
 }
 
 /* C = A B, and meanwhile some work, where given. */
@@ -223,10 +232,25 @@ static void multiply_meanwhile(float *C, int64_t ldc, left A, right B, int64_t r
                                meanwhile *work)
 {
     if (HEED_SPLIT && work)
-        multiply_all(C, ldc, A, B, rows, vecs, K, NULL, work);
+        multiply_all(C, ldc, A, B, rows, vecs, K, NULL, work, NULL);
     else
         multiply(C, ldc, A, B, rows, vecs, K, NULL, NULL);
 }
+
+#if HEED_SPLIT
+/* A panel of C, up to MR rows. */
+static void multiply_panel(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t K, meanwhile *work,
+                           ahead *next)
+{
+    const amx_left a = { A.data, A.data + 16 * A.ld, NULL, A.ld, STEP, K / STEP, 0, A.plane };
+    memory_is_written();
+    shape_tiles((int)rows);
+    if (rows > 16)
+        product(1, 1, C, ldc, &a, B.data, B.ld, B.plane, work, next);
+    else
+        product(0, 1, C, ldc, &a, B.data, B.ld, B.plane, work, next);
+}
+#endif
 
 /* For up to MR rows that are LDS apart. */
 static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K, meanwhile *work)
