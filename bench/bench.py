@@ -29,7 +29,7 @@ STRIDED = [((4, 8, 512, 64), 2, 8), ((1, 8, 4096, 64), 4, 25)]  # shape, key str
 STRIDED_GOAL = 1.25  # against PyTorch on sliced keys
 QUERY_KEYS, QUERY_GOAL = (4096, 32768), 0.80
 QUICK = [(1, 1, 128, 32), (2, 16, 256, 64), (1, 8, 1024, 64)]
-WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}  # of PyTorch's products; see Bench.look_at_torch()
+WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}  # of some of PyTorch's products; see look_at_torch()
 TOLERANCE = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}  # of the largest result; both sides round
 
 Row = namedtuple("Row", "section dtype direction causal threads shape us rate peak torch_us way ratio goal goal_peak")
@@ -70,14 +70,14 @@ class Bench:
 
     def look_at_torch(self):
         """Facts about PyTorch. A virtual machine may have AMX without the CPUID leaf that tells the size of its tiles, which
-        PyTorch's products of bf16 ask for: they die there, and get the best instructions without AMX."""
+        oneDNN asks for: PyTorch's products of bf16 die there, and oneDNN gets the best instructions without AMX."""
         facts = self.side("torch", 1).ask("info")
         try:
             self.side("torch", 1).ask("verify", dtype="bf16", B=1, Hq=1, Sq=64, D=64)
         except Died:
             self.torch_settings = WITHOUT_AMX
             del self.sides["torch", 1]
-            facts["torch"] += " (without AMX, with which it dies here)"
+            facts["torch"] += " (oneDNN without AMX, with which it dies here)"
         return facts
 
     def peak(self, kind, threads):
