@@ -28,9 +28,9 @@ static void raise_top(const source *x, vec top)
 INLINE const float *float_row(const source *x, int64_t n, float *room, int64_t padded)
 {
     const char *row = source_row(x, n);
-    if (x->t->stride[3] == 1 && x->dim == padded)
+    if (x->t->dtype == HEED_F32 && x->t->stride[3] == 1 && x->dim == padded)
         return (const float *)(const void *)row;
-    load_row(room, HEED_F32, row, x->t->stride[3], x->dim, padded);
+    load_row(room, x->t->dtype, row, x->t->stride[3], x->dim, padded);
     return room;
 }
 
