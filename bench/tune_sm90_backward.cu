@@ -35,7 +35,7 @@ template <class C, int TOGETHER> static heed_status run_bf16(const backward_job 
 
 template <class C, int TOGETHER = 0> static backward_kernel kernel()
 {
-    return { C::D, C::ROWS, run_bf16<C, TOGETHER> };
+    return { C::D, C::ROWS, C::OWNERS != 0, run_bf16<C, TOGETHER> };
 }
 
 /* ---- The list ---------------------------------------------------------------------------------------------------- */
@@ -54,7 +54,7 @@ template <int D, int... REST> using dkv = backward_shape<true, D, REST...>;
 template <int D, int... REST> using dq = backward_shape<false, D, REST...>;
 
 using sums64 = sums<64, 2, 4, 4, EXACT | AHEAD | OWNER, 3>;
-using sums96 = sums<96, 1, 2, 2, AHEAD | EXACT, 2>;
+using sums96 = sums<96, 1, 2, 2, AHEAD | EXACT | OWNER, 2>;
 using sums128 = sums<128, 1, 2, 2, AHEAD | OWNER, 2>;
 
 #define ALL(NAME, D, ...)                                                                                              \
@@ -97,9 +97,9 @@ static const variant variants[] = {
     KEYS("roles", 64, 64, 2, 4, 4, 0, 0, 2),
     QUERIES("128 queries", 64, 128, 2, 4, 4),
     QUERIES("K twice", 64, 192, 2, 2, 2),
-    ALL("dQ alternately, 2 dS", 96, sums96),
-    ALL("rounded P", 96, sums<96, 1, 2, 2, AHEAD, 2>),
-    ALL("owner of dQ", 96, sums<96, 1, 2, 2, AHEAD | OWNER, 2>),
+    ALL("owner of dQ, 2 dS", 96, sums96),
+    ALL("rounded P", 96, sums<96, 1, 2, 2, AHEAD | OWNER, 2>),
+    ALL("dQ alternately", 96, sums<96, 1, 2, 2, AHEAD | EXACT, 2>),
     ALL("exponentials at any time", 96, unpaced<sums96>),
     ALL("one head at a time", 96, sums96, 1),
     KEYS("2 stages", 96, 128, 2, 2, 2, EARLY | AHEAD),

@@ -30,81 +30,69 @@ template <class T> __device__ inline float dot_product(uint4 x, uint4 y)
 
 constexpr int TURNS = 4; /* rows for each group of lanes: all are asked for before any is used */
 
-/* One row for LANES lanes, whose first column is c. */
-template <class T, int LANES> struct row_terms {
-    uint4 o, d_o; /* 8 columns, where the row has as many */
-    float lse, delta;
-
-    __device__ void load_columns(const args &a, int b, int h, int i, int c)
-    {
-        o = d_o = make_uint4(0, 0, 0, 0);
-        if (c + 8 <= a.Dv && !a.delta.data) {
-            o = *(const uint4 *)((const T *)a.o.data + row_at(a.o, b, h, i) + c);
-            d_o = *(const uint4 *)((const T *)a.d_o.data + row_at(a.d_o, b, h, i) + c);
-        }
-    }
-
-    __device__ void load_numbers(const args &a, int b, int h, int i)
-    {
-        lse = load(a.lse, row_at(a.lse, b, h, i));
-        delta = a.delta.data   ? load(a.delta, row_at(a.delta, b, h, i))
-                : a.d_lse.data ? -load(a.d_lse, row_at(a.d_lse, b, h, i))
-                               : 0.0f;
-    }
-
-    /* dO . o, whole in the first lane. */
-    __device__ float product(const args &a, int b, int h, int i, int c) const
-    {
-        const uint32_t together = LANES == 32 ? ~0u : (1u << LANES % 32) - 1 << threadIdx.x % 32 / LANES * LANES;
-        float sum = dot_product<T>(o, d_o);
-        if (c < a.Dv && c + 8 > a.Dv && !a.delta.data) {
-            const T *const x = (const T *)a.o.data + row_at(a.o, b, h, i);
-            const T *const y = (const T *)a.d_o.data + row_at(a.d_o, b, h, i);
-            for (; c < a.Dv; c++)
-                sum = fmaf((float)x[c], (float)y[c], sum);
-        }
-#pragma unroll
-        for (int lanes = LANES / 2; lanes; lanes /= 2)
-            sum += __shfl_xor_sync(together, sum, lanes);
-        return sum;
-    }
-};
-
+/* LANES lanes for each row, 8 columns for each. In the end a quarter of them has the sum of each row. */
 template <class T, int LANES>
 __global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a, const __grid_constant__ term_rows t)
 {
-    constexpr int GROUPS = 256 / LANES;
+    constexpr int GROUPS = 256 / LANES, SHARE = LANES / TURNS;
     const int chunks = (t.rows + GROUPS * TURNS - 1) / (GROUPS * TURNS), bh = blockIdx.x / chunks;
     const int first = (blockIdx.x - bh * chunks) * GROUPS * TURNS + threadIdx.x / LANES;
-    const int b = bh / a.Hq, h = bh - b * a.Hq, c = threadIdx.x % LANES * 8;
-    row_terms<T, LANES> x[TURNS];
+    const int b = bh / a.Hq, h = bh - b * a.Hq, lane = threadIdx.x % LANES, own = first + lane / SHARE * GROUPS;
+    const T *const x = (const T *)a.o.data + row_at(a.o, b, h, first);
+    const T *const y = (const T *)a.d_o.data + row_at(a.d_o, b, h, first);
+    const int c = lane * 8, columns = a.delta.data ? 0 : min(8, a.Dv - c);
+    uint4 o[TURNS], d_o[TURNS];
+    float sum[TURNS], lse = 0.0f, delta = 0.0f;
     let_next_start();
-    const auto all_rows = [&](auto what) {
 #pragma unroll
-        for (int turn = 0; turn < TURNS; turn++)
-            if (first + turn * GROUPS < t.rows)
-                what(x[turn], first + turn * GROUPS);
-    };
-    all_rows([&](row_terms<T, LANES> &x, int i) { x.load_columns(a, b, h, i, c); });
-    all_rows([&](row_terms<T, LANES> &x, int i) { x.load_numbers(a, b, h, i); });
+    for (int turn = 0; turn < TURNS; turn++) {
+        o[turn] = d_o[turn] = make_uint4(0, 0, 0, 0);
+        if (columns == 8 && first + turn * GROUPS < t.rows) {
+            o[turn] = __ldcs((const uint4 *)(x + turn * GROUPS * a.o.stride[2] + c)); /* nobody asks again */
+            d_o[turn] = *(const uint4 *)(y + turn * GROUPS * a.d_o.stride[2] + c);
+        }
+    }
+    if (own < t.rows) {
+        lse = load(a.lse, row_at(a.lse, b, h, own));
+        delta = a.delta.data   ? load(a.delta, row_at(a.delta, b, h, own))
+                : a.d_lse.data ? -load(a.d_lse, row_at(a.d_lse, b, h, own))
+                               : 0.0f;
+    }
     if (blockIdx.x == 0 && threadIdx.x < 2)
         t.counters[threadIdx.x] = 0;
     for (int64_t n = (int64_t)blockIdx.x * 256 + threadIdx.x; t.sums.data && n < t.places;
          n += (int64_t)gridDim.x * 256)
         t.turns[n * TURN_APART] = 0;
-    all_rows([&](const row_terms<T, LANES> &x, int i) {
-        const float sum = x.product(a, b, h, i, c);
-        if (threadIdx.x % LANES)
-            return;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+        sum[turn] = dot_product<T>(o[turn], d_o[turn]);
+        if (columns < 8 && first + turn * GROUPS < t.rows)
+            for (int e = c; e < c + columns; e++)
+                sum[turn] = fmaf((float)x[turn * GROUPS * a.o.stride[2] + e],
+                                 (float)y[turn * GROUPS * a.d_o.stride[2] + e], sum[turn]);
+    }
+#pragma unroll
+    for (int rows = TURNS / 2, lanes = LANES / 2; rows; rows /= 2, lanes /= 2) /* half of them keep half of the rows */
+#pragma unroll
+        for (int r = 0; r < rows; r++) {
+            const bool high = threadIdx.x & lanes;
+            const float given = __shfl_xor_sync(~0u, high ? sum[r] : sum[r + rows], lanes);
+            sum[r] = (high ? sum[r + rows] : sum[r]) + given;
+        }
+#pragma unroll
+    for (int lanes = SHARE / 2; lanes; lanes /= 2)
+        sum[0] += __shfl_xor_sync(~0u, sum[0], lanes);
+    if (lane % SHARE == 0 && own < t.rows) {
         /* A row that saw no key has L = +inf, so P = 0. Else L is kept finite, so that c S - L is not inf - inf. */
-        const float L = -min_or_nan(-min_or_nan(x.lse * LOG2E, 3.4e38f), 3.4e38f);
-        const bool none = x.lse == -CUDART_INF_F;
-        t.L[(int64_t)bh * t.pitch + i] = none ? CUDART_INF_F : L;
-        t.delta[(int64_t)bh * t.pitch + i] = none ? 0.0f : x.delta + sum;
+        const float L = -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+        const bool none = lse == -CUDART_INF_F;
+        const int64_t at = (int64_t)bh * t.pitch + own;
+        t.L[at] = none ? CUDART_INF_F : L;
+        t.delta[at] = none ? 0.0f : delta + sum[0];
         if (t.terms)
-            t.terms[(int64_t)bh * t.pitch + i] = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse,
-                                                            none ? 0.0f : -(x.delta + sum));
-    });
+            t.terms[at] = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse,
+                                     none ? 0.0f : -(delta + sum[0]));
+    }
     wait_for_last(); /* so that who waits for this kernel has waited for the pieces of work, too */
 }
 
@@ -176,28 +164,34 @@ __device__ inline int2 visible_columns(const args &a, const span &q, bool keys, 
     return r;
 }
 
-/* The end of the columns that own rows row .. + rows of a sequence see, as describe() finds it; 0: none. */
-__device__ inline int last_column(const args &a, const span &q, bool keys, int row, int rows)
+/* The columns that keys row .. + rows of a sequence see, as describe() finds them; none: their end is 0. */
+__device__ inline int2 columns_of(const args &a, const span &q, int row, int rows)
 {
     const int top = threadIdx.x % 32 * 64;
-    int last = 0;
+    int first = INT32_MAX, last = 0;
     if (top < rows) {
-        const int2 r0 = visible_columns(a, q, keys, row + top);
-        const int2 r1 = visible_columns(a, q, keys, row + min(top + 64, rows) - 1);
+        const int2 r0 = visible_columns(a, q, true, row + top);
+        const int2 r1 = visible_columns(a, q, true, row + min(top + 64, rows) - 1);
         if (min(r0.x, r1.x) < max(r0.y, r1.y))
-            last = max(r0.y, r1.y);
+            first = min(r0.x, r1.x), last = max(r0.y, r1.y);
     }
-    return __reduce_max_sync(~0u, last);
+    return make_int2(__reduce_min_sync(~0u, first), __reduce_max_sync(~0u, last));
 }
 
-/* When tile `tile` of the keys may add to dQ: after the nearest one before it that sees queries. By a whole warp. */
+/* When tile `tile` of the keys may add to dQ: after the nearest one before it that sees queries, and before the nearest
+ * one after it. By a whole warp. */
 __device__ inline void find_turn(const args &a, const span &q, int tile, int rows, piece &w)
 {
-    int before = tile - 1, end = 0;
-    while (before >= 0 && !(end = last_column(a, q, true, before * rows, rows)))
+    int before = tile - 1, after = tile + 1;
+    int2 seen = make_int2(0, 0), next = seen;
+    while (before >= 0 && !(seen = columns_of(a, q, before * rows, rows)).y)
         before--;
-    if (threadIdx.x % 32 == 0)
-        w.turn = before + 1, w.alone = (end + COLUMNS - 1) / COLUMNS;
+    while (after * rows < q.keys && !(next = columns_of(a, q, after * rows, min(rows, q.keys - after * rows))).y)
+        after++;
+    if (threadIdx.x % 32 == 0) {
+        w.turn = before + 1, w.alone = (seen.y + COLUMNS - 1) / COLUMNS;
+        w.until = next.y ? next.x / COLUMNS : INT32_MAX;
+    }
 }
 
 /* Own rows row .. + rows of a sequence, which exist. The first column is a multiple of grid. By a whole warp. */
@@ -337,14 +331,6 @@ static heed_status map_keys(tensor_map m[2], const heed_problem *p, const args &
     return status ? status : heed_tensor_map(&m[1], v, a.Dv, HEED_MAX(keys, 1), a.Hk, batches, rows);
 }
 
-/* dK and dV leave by the copy engine where it can: see sends(). */
-static heed_status map_results(backward_job *job, const heed_problem *p, int rows)
-{
-    const args &a = job->a;
-    job->sent[0] = a.d_k.data && a.d_k.dtype != HEED_F32, job->sent[1] = a.d_v.data && a.d_v.dtype != HEED_F32;
-    return map_keys(job->out, p, a, job->sent[0] ? a.d_k : a.k, job->sent[1] ? a.d_v : a.v, rows);
-}
-
 /* Heads that are worked on at the same time. With a band their tiles differ in length, and longest first needs many to
  * choose from; but what they read should stay in the L2 cache. */
 int heed_sm90_heads_together(const args &a, int heads, int64_t bytes_of_head)
@@ -352,6 +338,16 @@ int heed_sm90_heads_together(const args &a, int heads, int64_t bytes_of_head)
     if (a.left >= FAR && a.right >= FAR)
         return 1;
     return (int)HEED_MAX(1, HEED_MIN(heads, ((int64_t)24 << 20) / HEED_MAX(bytes_of_head, 1)));
+}
+
+/* Whether dQ can leave with the last keys: it is of 16 bits, and every row sees a key. It is worth while where heads are
+ * short: the last keys have more to wait for, and a pass over all sums is saved. */
+static bool can_leave(const args &a)
+{
+    const span &s = a.all;
+    const bool all = a.left >= FAR && a.right >= FAR && s.keys;
+    return a.uniform && a.d_q.dtype != HEED_F32 && !a.accumulate &&
+           (all || (s.unit && s.low < s.high && s.high > 0 && s.rows - 1 + s.low < s.keys));
 }
 
 static heed_status run(backward_job *job, const heed_problem *p, const tables &t, const backward_form &form, int units,
@@ -362,6 +358,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
     const piece_table &keys = t.of[0], &queries = t.of[1];
     heed_status status = HEED_OK;
     job->second = false;
+    job->leaves = all && form.all.leaves && keys.tiles <= 16 && can_leave(a);
     if ((a.d_k.data || a.d_v.data || all) && keys.tiles) {
         const int heads = a.B * a.Hk;
         job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
@@ -375,7 +372,8 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
         if ((a.left < FAR || a.right < FAR) && a.G > 1 && job->count <= 8 * units)
             job->together = heads; /* few tiles and long ones: longest first among all */
         if (!(status = map_keys(job->own, p, a, a.k, a.v, keys.rows)) &&
-            !(status = map_queries(job->other, p, a, COLUMNS)) && (!all || !(status = map_results(job, p, keys.rows))))
+            !(status = map_queries(job->other, p, a, COLUMNS)) &&
+            (!job->leaves || !(status = heed_tensor_map(&job->out, a.d_q, a.D, a.q_rows, a.Hq, p->a.q.shape[0], 16))))
             status = (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
         job->second = true;
     }
@@ -454,7 +452,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
     job.L = terms.L, job.delta = terms.delta, job.terms = terms.terms, job.pitch = terms.pitch;
     job.sums = terms.sums, job.turns = terms.turns, job.any_order = x->nondeterministic;
     status = run(&job, p, t, form, chip.units, x);
-    if (status || !job.sums.data)
+    if (status || !job.sums.data || job.leaves)
         return status;
     const int tiles = (int)tiles_of(job.a.Sq, COLUMNS);
     return launch_next(job.a.q.dtype == HEED_F16 ? finish_dq<__half> : finish_dq<__nv_bfloat16>,

@@ -60,7 +60,7 @@ template <class C, class Meet> __device__ inline void meet_pieces(backward_share
 {
     for (int n = 0;; n++) {
         const piece &w = s.work[n % C::WORKS];
-        wait(shared_address(&s.own_full[n % C::SLOTS]), n / C::SLOTS & 1);
+        wait(shared_address(&s.own_full[n % C::WORKS]), n / C::WORKS & 1);
         if (!uniform(w.exists))
             return;
         meet(w, n);
@@ -207,29 +207,12 @@ __device__ inline void differentiate_by_row(float (&dP)[COLUMNS / 2], const floa
 
 /* ---- Results ----------------------------------------------------------------------------------------------------- */
 
-/* Puts 64 rows of a 16-bit result, times `scale`, into the group's own rows of a tile, where `memory` is the first of
- * them; box: bytes from 64 columns to the next. */
-template <class T, class C>
-__device__ inline void stage_result(const float (&Y)[C::D / 2], float scale, char *memory, int box)
-{
-    const int thread = thread_anew(), lane = thread % 32, top = thread / 32 % 4 * 16;
-    const int r0 = top + lane % 16;
-    const uint32_t to = shared_address(memory) + r0 * 128;
-#pragma unroll
-    for (int k = 0; k < C::D / 16; k++) {
-        const float *y = &Y[8 * k];
-        store_matrices(to + k / 4 * box + ((k % 4 * 2 + lane / 16 ^ r0 % 8) << 4), pack<T>(y[0] * scale, y[1] * scale),
-                       pack<T>(y[2] * scale, y[3] * scale), pack<T>(y[4] * scale, y[5] * scale),
-                       pack<T>(y[6] * scale, y[7] * scale));
-    }
-}
-
 /* Writes 64 rows of a result, times `scale`, those below `rows` that exist. at: element offset of the first, step: from
- * one to the next. 16-bit results pass through the group's own rows of a tile that nobody reads any more, where
- * `memory` is the first of them, to leave in pieces of 16 bytes; box: bytes from 64 columns to the next. */
+ * one to the next. Straight from registers, as nobody then waits for room in shared memory: four lanes that hold parts of
+ * a row give each other what they need to have 16 bytes each. */
 template <class T, class C>
 __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, const view &t, int width, bool accumulate,
-                                    char *memory, int rows, int64_t at, int64_t step, int box = C::ROWS * 128)
+                                    int rows, int64_t at, int64_t step)
 {
     const int thread = thread_anew(), lane = thread % 32, top = thread / 32 % 4 * 16;
     if (t.dtype == HEED_F32) {
@@ -247,24 +230,37 @@ __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, con
         }
         return;
     }
-    stage_result<T, C>(Y, scale, memory, box);
-    __syncwarp();
-    constexpr int CHUNKS = C::D / 8;
-    uint16_t *const out = (uint16_t *)t.data + at;
-#pragma unroll 4
-    for (int i = lane; i < 16 * CHUNKS; i += 32) {
-        const int r = top + i / CHUNKS, chunk = i % CHUNKS;
-        const uint4 eight = *(const uint4 *)(memory + chunk / 8 * box + r * 128 + ((chunk % 8 ^ r % 8) << 4));
-        uint16_t *one = out + r * step + chunk * 8;
-        if (r >= rows)
-            continue;
-        if (chunk * 8 + 8 <= width)
-            *(uint4 *)one = eight;
-        else
-            for (int e = 0; chunk * 8 + e < width; e++)
-                one[e] = (uint16_t)((e < 2 ? eight.x : e < 4 ? eight.y : e < 6 ? eight.z : eight.w) >> 16 * (e % 2));
-    }
-    __syncwarp();
+    uint16_t *const out = (uint16_t *)t.data + at + (top + lane / 4) * step + lane % 4 * 8;
+#pragma unroll
+    for (int k = 0; k < C::D / 32; k++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *const y = &Y[16 * k + 4 * i + 2 * half];
+                x[i] = pack<T>(y[0] * scale, y[1] * scale);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) { /* lanes 0 and 1, 2 and 3 */
+                const uint32_t given = __shfl_xor_sync(~0u, lane & 1 ? x[2 * i] : x[2 * i + 1], 1);
+                x[2 * i] = lane & 1 ? given : x[2 * i], x[2 * i + 1] = lane & 1 ? x[2 * i + 1] : given;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) { /* lanes 0 and 2, 1 and 3 */
+                const uint32_t given = __shfl_xor_sync(~0u, lane & 2 ? x[i] : x[i + 2], 2);
+                x[i] = lane & 2 ? given : x[i], x[i + 2] = lane & 2 ? x[i + 2] : given;
+            }
+            const int column = 32 * k + lane % 4 * 8;
+            uint16_t *const to = out + half * 8 * step + 32 * k;
+            if (top + lane / 4 + half * 8 >= rows)
+                continue;
+            if (column + 8 <= width)
+                *(uint4 *)to = make_uint4(x[0], x[1], x[2], x[3]);
+            else
+                for (int e = 0; column + e < width; e++)
+                    to[e] = (uint16_t)((e < 2 ? x[0] : e < 4 ? x[1] : e < 6 ? x[2] : x[3]) >> 16 * (e % 2));
+        }
 }
 
 template <int N> __device__ inline void clear(float (&x)[N])

@@ -35,8 +35,8 @@ struct dq_sums {
 /* The kernels' argument. L = lse * log2(e) and delta are arrays [batches][Hq][pitch], a number for each row of q. */
 struct backward_job {
     args a;
-    tensor_map own[2], other[2], out[2]; /* out: of dK and dV, */
-    bool sent[2];                        /* where they are of 16 bits: see sends() */
+    tensor_map own[2], other[2], out; /* out: of dQ, in strips of 16 rows, */
+    bool leaves;                      /* where it leaves with the last keys: see dq_share */
     dq_sums sums;
     int *turns; /* by place_of(): how many tiles of keys, of all that the sequence has, a tile of dQ is past; 0: none */
     const float *L, *delta;
@@ -66,7 +66,8 @@ struct piece {
     int sums;   /* and its first strip of rows among the sums */
     int turn;   /* of the own rows to add to dQ; */
     int ranges; /* where those of the own rows begin */
-    int alone;  /* from this tile of columns on, they are the first */
+    int alone;  /* from this tile of columns on, they are the first, */
+    int until;  /* and before this one the last */
     int begin[3], end[3], inside[3], outside[3];
 };
 
@@ -77,6 +78,30 @@ __device__ inline int piece_at(const args &a, bool keys, int rows, int b, int ti
     const int64_t memory_rows = keys ? a.k_rows : a.q_rows;
     const int64_t first = offsets ? clamp(offsets[b], 0, (int)memory_rows) : b * memory_rows;
     return (int)(first / rows) + b + tile;
+}
+
+/* Where dQ leaves with the last keys, of the tiles that a piece of work meets, counted over all work: those before `stored`
+ * are the first of their sums, and those from `leaving` on the last, which go out as dQ and not to the sums. */
+struct dq_share {
+    int stored, leaving, end;
+    __device__ bool adds(int tile) const { return tile >= stored; }
+    __device__ bool leaves(int tile) const { return tile >= leaving; }
+    __device__ bool reads(int tile) const { return tile >= stored && tile >= leaving; }
+};
+
+/* from: the piece's first tile. */
+__device__ inline dq_share share_of(const backward_job &p, const piece &w, int from)
+{
+    const int end = w.start / COLUMNS + w.tiles;
+    return { from + clamp(end - w.alone, 0, w.tiles) * p.a.G, from + clamp(end - w.until, 0, w.tiles) * p.a.G,
+             from + w.tiles * p.a.G };
+}
+
+/* Where a strip of 16 rows of a tile of dQ lies on its way out, in boxes of 64 columns from a multiple of 1024 bytes on, as
+ * the copy engine wants them: within the place of its sums, which its warp has read by then. */
+template <class C> __device__ inline uint32_t strip_at(uint32_t stage, int strip)
+{
+    return (stage + 1023 & ~1023u) + strip * (C::D * 64);
 }
 
 /* Turns are so many numbers apart: those who ask for one again and again should not hold up the others. */
@@ -115,6 +140,7 @@ int heed_sm90_heads_together(const args &a, int heads, int64_t bytes_of_head);
 /* A kernel for head sizes up to one, and what it takes of a problem: rows of the own tile. */
 struct backward_kernel {
     int head_dim, rows;
+    bool leaves; /* it can see dQ out */
     heed_status (*launch)(const backward_job &job, int blocks, const heed_exec *x);
 };
 
@@ -155,15 +181,12 @@ struct backward_shape {
                          MANY = OWNERS          ? (512 - FEW - SOME) / 2
                                 : CONSUMERS > 2 ? 160
                                                 : (504 - FEW) / 2;
-    static constexpr bool APART = ADDS && SLOTS == 1; /* V comes before K: as soon as dV is out of its place */
+    static constexpr bool APART = ADDS && SLOTS == 1; /* V comes after K: see own_tile() */
     static constexpr bool NARROW = OWNERS && D > 96;  /* a warpgroup that has dK and dV has few registers beside them */
     static constexpr bool NUMBERS = KEYS && !ADDS;    /* L and delta are read as such, not multiplied: add_term() */
     static constexpr int WORKS = ADDS ? 2 : SLOTS;    /* pieces of work that are known at a time */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
 };
-
-/* Where V comes apart from K, what else is waited for: that dK of the piece before has left, and V. */
-enum { GONE = 2, VALUES = 3 };
 
 template <class C> struct backward_shared {
     char own[C::SLOTS][2][C::OWN_BYTES];
@@ -179,11 +202,11 @@ template <class C> struct backward_shared {
     int care[C::KEYS ? C::FIRST : 1][C::GROUPS];                       /* see care_for() */
     int2 range[C::ADDS ? 1 : C::WORKS][C::ADDS ? 1 : C::ROWS];         /* of the columns that an own row sees */
     piece work[C::WORKS];
-    uint64_t described[C::WORKS], own_full[C::SLOTS], own_free[C::SLOTS];
+    uint64_t described[C::WORKS], own_full[C::WORKS], own_free[C::SLOTS];
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
     uint64_t work_free[C::ADDS ? C::WORKS : 1], staged[C::ADDS ? 2 : 1], stage_free[C::ADDS ? 2 : 1];
     uint64_t pass_full[C::PASS ? 2 : 1], pass_free[C::PASS ? 2 : 1]; /* as those before, of even and odd tiles */
-    uint64_t leaving[C::APART ? 4 : 1]; /* dK and dV of a piece are ready to; and what follows them, see above */
+    uint64_t values_full, values_free; /* where V comes apart from K: it is there, and not needed any more */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
 
@@ -191,12 +214,11 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
 {
     constexpr int PRODUCERS = C::ADDS ? 32 + 1 + 1 : C::KEYS ? 96 : 64; /* threads that read of the piece of work */
     if (threadIdx.x == 0) {
-        for (int i = 0; i < C::SLOTS; i++) {
-            barrier_init(shared_address(&s.own_full[i]), 32);
+        for (int i = 0; i < C::SLOTS; i++)
             barrier_init(shared_address(&s.own_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + (C::ADDS ? 0 : PRODUCERS));
-        }
         for (int i = 0; i < C::WORKS; i++) {
             barrier_init(shared_address(&s.described[i]), 32);
+            barrier_init(shared_address(&s.own_full[i]), 32);
             if (C::ADDS)
                 barrier_init(shared_address(&s.work_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + PRODUCERS);
         }
@@ -220,8 +242,8 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
                 barrier_init(shared_address(&s.pass_free[i]), 128);
             }
         if (C::ADDS) {
-            for (int i = 0; C::APART && i < 4; i++)
-                barrier_init(shared_address(&s.leaving[i]), i < GONE ? 128 * C::CONSUMERS : 32);
+            barrier_init(shared_address(&s.values_full), 32);
+            barrier_init(shared_address(&s.values_free), 128 * C::CONSUMERS);
             for (int i = 0; i < 2; i++) {
                 barrier_init(shared_address(&s.staged[i]), 128);
                 barrier_init(shared_address(&s.stage_free[i]), 1);
@@ -239,13 +261,14 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
     __syncthreads();
 }
 
+/* Where piece n has K (0) and V (1). If there is room for one own tile only, the next K comes where V was, which is not
+ * needed as long as K is, and the next V where K was. */
+template <class C> __device__ inline char *own_tile(backward_shared<C> &s, int n, int which)
+{
+    return C::APART ? s.own[0][n + which & 1] : s.own[n % C::SLOTS][which];
+}
+
 /* Known to be the same in all lanes. */
 __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-
-/* Tiles of dS pass in a ring. A result may lie in two that follow each other: bytes from one to the next. */
-template <class C> __device__ inline int dS_box(int tile)
-{
-    return ((tile + 1) % C::DS - tile % C::DS) * (C::ROWS * 128);
-}
 
 #endif

@@ -42,67 +42,30 @@ template <int ROWS, int BYTES> __device__ inline void clear_rows(char *tile, int
 
 /* One lane asks for a piece's own tiles, K to V or one of them, and arrives. */
 template <class C>
-__device__ inline void ask_for_own(const backward_job &p, backward_shared<C> &s, int slot, uint32_t barrier,
-                                   int first = 0, int last = 1)
+__device__ inline void ask_for_own(const backward_job &p, backward_shared<C> &s, int n, uint32_t barrier, int first = 0,
+                                   int last = 1)
 {
-    const piece &w = s.work[slot];
+    const piece &w = s.work[n % C::WORKS];
     arrive_expecting(barrier, (last - first + 1) * C::OWN_BYTES);
     for (int i = first; i <= last; i++)
-        load_tile<C::D, C::ROWS>(shared_address(s.own[slot % C::SLOTS][i]), p.own[i], w.memory_row, w.head, w.batch,
-                                 barrier);
+        load_tile<C::D, C::ROWS>(shared_address(own_tile(s, n, i)), p.own[i], w.memory_row, w.head, w.batch, barrier);
 }
 
 /* Brings keys of which only so many belong to the sequence, for the cut-th time. Where their dS is summed, the others must
  * not be there. */
 template <class C> __device__ inline void bring_some_keys(const backward_job &p, backward_shared<C> &s, int n, int cut)
 {
-    const int slot = n % C::WORKS;
-    const piece &w = s.work[slot];
+    const piece &w = s.work[n % C::WORKS];
     const uint32_t barrier = shared_address(&s.landed[2]);
     if (threadIdx.x % 32 == 0)
-        ask_for_own(p, s, slot, barrier);
+        ask_for_own(p, s, n, barrier);
     wait(barrier, cut & 1);
-    clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][0], w.rows);
-    clear_rows<C::ROWS, C::OWN_BYTES>(s.own[slot % C::SLOTS][1], w.rows);
+    clear_rows<C::ROWS, C::OWN_BYTES>(own_tile(s, n, 0), w.rows);
+    clear_rows<C::ROWS, C::OWN_BYTES>(own_tile(s, n, 1), w.rows);
     fence_async();
     if (C::APART)
-        arrive(shared_address(&s.leaving[VALUES]));
-    arrive(shared_address(&s.own_full[slot % C::SLOTS]));
-}
-
-/* Whether dK (0) or dV (1) of a piece leaves by the copy engine: not where rows of its tile are another sequence's. */
-template <class C> __device__ inline bool sends(const backward_job &p, const piece &w, int which)
-{
-    return p.sent[which] && !((p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS);
-}
-
-/* Sends dK or dV of piece n out of boxes of 64 columns, `box` bytes apart, and waits until they have been read. */
-template <class C>
-__device__ inline void send(const backward_job &p, backward_shared<C> &s, int n, int which, const char *from, int box)
-{
-    const piece &w = s.work[n % C::WORKS];
-    wait(shared_address(&s.leaving[which]), n & 1);
-    if (threadIdx.x % 32 == 0 && sends<C>(p, w, which)) {
-        const tensor_map &m = p.out[which];
-        for (int i = 0; i * 64 < C::D; i++)
-            store_box(shared_address(from) + i * box, m.map, i * 64, w.memory_row, w.head * m.head_on,
-                      w.batch * m.batch_on);
-        bulk_commit();
-        bulk_wait_read();
-    }
-    __syncwarp();
-}
-
-template <class C> __device__ inline void send_values(const backward_job &p, backward_shared<C> &s, int n)
-{
-    send(p, s, n, 1, s.own[0][1], C::ROWS * 128);
-}
-
-/* tile: the first of the next piece. See leave(). */
-template <class C> __device__ inline void send_keys(const backward_job &p, backward_shared<C> &s, int n, int tile)
-{
-    send(p, s, n, 0, s.dS[tile % C::DS], dS_box<C>(tile));
-    arrive(shared_address(&s.leaving[GONE]));
+        arrive(shared_address(&s.values_full));
+    arrive(shared_address(&s.own_full[n % C::WORKS]));
 }
 
 /* Until piece n's own tile may be overwritten, or work that is done with the piece before may be counted as done. */
@@ -221,7 +184,7 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
     for (int n = 0, met = 0, cut = 0;;) {
         const int slot = n % C::WORKS;
         piece &w = s.work[slot];
-        const uint32_t full = shared_address(&s.own_full[n % C::SLOTS]);
+        const uint32_t full = shared_address(&s.own_full[slot]);
         if (C::ADDS)
             wait(shared_address(&s.work_free[slot]), n / C::WORKS & 1 ^ 1);
         const int number = uniform(lane ? 0 : atomicAdd(p.counter, 1));
@@ -231,9 +194,6 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             if (lane == 0)
                 w.exists = 0;
             arrive(shared_address(&s.described[slot]));
-            if constexpr (C::APART)
-                if (n)
-                    send_values(p, s, n - 1), send_keys(p, s, n - 1, met);
             if (C::ADDS)
                 wait_own_free(s, n);
             arrive(full);
@@ -245,30 +205,25 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             continue;
         describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head);
         const bool some = C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS;
-        const int before = met; /* the first tile after the last piece */
         int h = 0, step = 0;
         if constexpr (C::APART) {
             bring_terms<C>(p, s, w, h, step, met, 1);
             if (n)
-                send_values(p, s, n - 1);
+                wait(shared_address(&s.values_free), n - 1 & 1);
             if (!some && lane == 0)
-                ask_for_own(p, s, slot, shared_address(&s.leaving[VALUES]), 1);
+                ask_for_own(p, s, n, full, 0, 0);
             else if (!some)
-                arrive(shared_address(&s.leaving[VALUES]));
+                arrive(full);
         }
         if (C::ADDS)
             wait_own_free(s, n);
+        const uint32_t rest = C::APART ? shared_address(&s.values_full) : full;
         if (some)
             bring_some_keys(p, s, n, cut++);
         else if (lane == 0)
-            ask_for_own(p, s, slot, full, 0, C::APART ? 0 : 1);
+            ask_for_own(p, s, n, rest, C::APART ? 1 : 0);
         else
-            arrive(full);
-        if constexpr (C::APART) {
-            bring_terms<C>(p, s, w, h, step, met, 1);
-            if (n)
-                send_keys(p, s, n - 1, before);
-        }
+            arrive(rest);
         if (C::ADDS)
             bring_terms<C>(p, s, w, h, step, met, -1);
         n++;
@@ -344,48 +299,71 @@ template <class C> __device__ inline void bring_all_terms(const backward_job &p,
 }
 
 /* Has a tile's dQ, of head h and the rows from `row` on, added to the sums, when those of all keys before have been, and
- * tells the next. In any order, it is enough that the first has stored its own, as nobody zeroes the sums. */
-template <class C>
-__device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, const piece &w, int tile, int h, int row)
+ * tells the next. In any order, it is enough that the first has stored its own, as nobody zeroes the sums. Where dQ LEAVES
+ * with the last keys, these have the sums brought to where their own will be, and then dQ sent out; room: the tile has been
+ * given its place, and afterwards, whether the next but one has. */
+template <class C, bool LEAVES>
+__device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, const piece &w, const dq_share &share,
+                                 int tile, int h, int row, bool &room)
 {
-    const bool first = row / COLUMNS >= w.alone;
+    const bool first = LEAVES ? !share.adds(tile) : row / COLUMNS >= w.alone, last = LEAVES && share.leaves(tile);
+    const uint32_t stage = shared_address(s.stage[tile % 2]), free = shared_address(&s.stage_free[tile % 2]);
+    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::D * (int)sizeof(float);
     int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
-    while (!first && (p.any_order ? see_turn(turn) == 0 : see_turn(turn) != w.turn))
+    float *sums = p.sums.at(h, w.sums, row);
+    asm volatile("" : "+l"(sums)); /* known before the turn comes: from then on others wait */
+    if (LEAVES && !room && !share.reads(tile))
+        arrive(free);
+    while (!first && (p.any_order && !last ? see_turn(turn) == 0 : see_turn(turn) != w.turn))
         ;
     fence_async_global();
+    if (LEAVES && share.reads(tile)) {
+        arrive_expecting(free, bytes);
+        bulk_load(stage, sums, bytes, free);
+    }
     wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
-    const uint32_t stage = shared_address(s.stage[tile % 2]);
-    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::D * (int)sizeof(float);
-    if (first)
-        bulk_store(p.sums.at(h, w.sums, row), stage, bytes);
+    if (last)
+        for (int strip = 0; strip < COLUMNS / 16; strip++)
+            for (int i = 0; i * 64 < C::D; i++)
+                store_box(strip_at<C>(stage, strip) + i * 2048, p.out.map, i * 64, w.other_row + row + strip * 16,
+                          h * p.out.head_on, w.other_batch * p.out.batch_on);
+    else if (first)
+        bulk_store(sums, stage, bytes);
     else
-        bulk_add(p.sums.at(h, w.sums, row), stage, bytes);
+        bulk_add(sums, stage, bytes);
     bulk_commit();
     bulk_wait_read();
-    arrive(shared_address(&s.stage_free[tile % 2]));
-    if (p.any_order && !first)
+    room = !LEAVES || (tile + 2 < share.end && !share.reads(tile + 2));
+    if (room)
+        arrive(free);
+    if (last || (!LEAVES && p.any_order && !first))
         return;
     bulk_wait();
     fence_async_global();
-    pass_turn(turn, w.tile + 1);
+    if (LEAVES && p.any_order && !first)
+        advance_turn(turn, w.tile + 1 - w.turn);
+    else
+        pass_turn(turn, w.tile + 1);
 }
 
 /* Where dQ is summed, the third and the fourth, for even and odd tiles: it takes longer to take turns than to compute
  * another tile. So a row's sum is always taken in the order of the keys. The keys before are in work or done, as pieces
  * of work are taken in their order: somebody always has no one to wait for. */
-template <class C> __device__ inline void keep_turns(const backward_job &p, backward_shared<C> &s, int odd)
+template <class C, bool LEAVES> __device__ inline void keep_turns(const backward_job &p, backward_shared<C> &s, int odd)
 {
     if (threadIdx.x % 32)
         return;
+    bool room = false;
     for (int n = 0, tile = 0;; n++) {
         const int slot = n % C::WORKS;
         const piece &w = s.work[slot];
         wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
+        const dq_share share = LEAVES ? share_of(p, w, tile) : dq_share{};
         for (int h = 0, step = 0; step < w.tiles; tile++) {
             if (tile % 2 == odd)
-                take_turn<C>(p, s, w, tile, w.head * p.a.G + h, column_at<C>(w, step));
+                take_turn<C, LEAVES>(p, s, w, share, tile, w.head * p.a.G + h, column_at<C>(w, step), room);
             if (++h == p.a.G)
                 h = 0, step++;
         }
@@ -400,8 +378,10 @@ template <class C> __device__ inline void produce(const backward_job &p, backwar
         bring_own<C>(p, s);
     else if (warp == 1)
         bring_columns<C, 0>(p, s);
+    else if (C::OWNERS && p.leaves)
+        keep_turns<C, true>(p, s, warp - 2);
     else if (C::ADDS)
-        keep_turns<C>(p, s, warp - 2);
+        keep_turns<C, false>(p, s, warp - 2);
     else if (warp == 2)
         bring_columns<C, 1>(p, s);
     else if (C::KEYS)

@@ -25,30 +25,9 @@ __device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backwa
                                   bool last = false)
 {
     if (!C::OWNERS && tile > x.from && (tile - 1) % 2 == x.group)
-        sum_queries<T, C>(s, x.slot % C::SLOTS, tile - 1, last);
+        sum_queries<T, C>(p, s, x.slot, tile - 1, last);
     else if (last)
         release(&s.own_free[x.slot % C::SLOTS]);
-}
-
-/* dV, which is complete, leaves by way of V, which nobody reads any more once the four warps are done with it. */
-template <class T, class C>
-__device__ inline void give_values(const backward_job &p, const key_group<C> &x, backward_shared<C> &s)
-{
-    const piece &w = s.work[x.slot];
-    char *const memory = s.own[0][1];
-    named_sync(1 + x.group, 128);
-    if (sends<C>(p, w, 1))
-        stage_result<T, C>(x.dV, 1.0f, memory + x.group * 8192, C::ROWS * 128);
-    else
-        store_keys<T, C>(x.dV, 1, p.a, w, memory, x.group);
-    fence_async();
-    release(&s.leaving[1]);
-}
-
-/* Until dK of the piece before has left the tiles of dS. */
-template <class C> __device__ inline void wait_gone(const key_group<C> &x, backward_shared<C> &s)
-{
-    wait(shared_address(&s.leaving[GONE]), x.slot ^ 1);
 }
 
 /* Lets tiles pass that a group of keys does not meet: they add nothing to dQ, but others may. */
@@ -60,8 +39,6 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
         end_exponentials<C>(x.group);
         if constexpr (C::ADDS) {
             const uint32_t none[COLUMNS / 16][4] = {};
-            if (C::APART)
-                wait_gone(x, s);
             hand_over<C>(s, none, tile, x.group);
             announce(s, tile);
             sum_behind<T, C>(p, x, s, tile);
@@ -108,6 +85,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
                        *const delta = s.delta[C::NUMBERS ? tile % C::SECOND : 0];
     const auto start_dP = [&] {
         wait_second(s, tile);
+        if (C::APART)
+            wait(shared_address(&s.values_full), x.slot);
         wgmma_fence();
         multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
         add_term(dP, s, tile, 1);
@@ -163,6 +142,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if (C::NARROW)
         wgmma_wait<0>(); /* dV: dS takes the place of its P */
     pack_rows<T, COLUMNS>(x.dS, dP);
+    if (C::APART && LAST)
+        release(&s.values_free);
     if constexpr (C::ADDS) {
         hand_over<C>(s, x.dS, tile, x.group);
         if (!C::OWNERS) {
@@ -176,17 +157,17 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     wgmma_fence();
     multiply_columns<T, D, COLUMNS>(x.dK, x.dS, first_tile(s, tile)); /* dK += dS^T Q */
     wgmma_commit();
-    if constexpr (C::APART && LAST) {
-        if (C::OWNERS)
-            wgmma_wait<1>(); /* dV */
-        give_values<T, C>(p, x, s);
-    }
     if constexpr (C::ADDS) {
         if (C::OWNERS || p.any_order)
             announce(s, tile);
         sum_behind<T, C>(p, x, s, tile);
         if (!NEXT && !LAST && !C::OWNERS)
             start_next();
+    }
+    if constexpr (C::APART && LAST) {
+        if (C::OWNERS)
+            wgmma_wait<1>(); /* dV */
+        store_keys<T, C>(x.dV, 1, p.a, rows_of(p.a, s.work[x.slot], 1, x.group));
     }
     wgmma_wait<(C::WAYS & LATE) && !LAST ? 1 : 0>();
     if (!LAST)
@@ -217,50 +198,35 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
         wgmma_commit();
         if (C::WAYS & AHEAD)
             x.care = uniform(s.care[tile % C::FIRST][x.group]);
-        if (C::APART) {
-            wait_gone(x, s);
-            wait(shared_address(&s.leaving[VALUES]), x.slot);
-        }
         wgmma_wait<0>();
 #pragma unroll 1
         for (; tile < last; tile++)
             meet_tile<T, C, CAPPED, false>(p, x, s, tile);
         meet_tile<T, C, CAPPED, true>(p, x, s, tile++);
-    } else if constexpr (C::APART)
-        give_values<T, C>(p, x, s);
+    } else if constexpr (C::APART) {
+        wait(shared_address(&s.values_full), x.slot); /* or it would come after the next K, which takes its place */
+        release(&s.values_free);
+        store_keys<T, C>(x.dV, 1, p.a, rows_of(p.a, w, 1, x.group));
+    }
     tile = pass_by<T, C>(p, x, s, tile, uniform((tiles - end) * p.a.G));
     if constexpr (C::ADDS)
         sum_behind<T, C>(p, x, s, tile, C::APART);
     return tile;
 }
 
-/* dK and dV leave by way of K and V, or of V alone where dQ may still need K. Or, where the next K and V would have to
- * wait for that, dV has left already and dK leaves by way of the group's own share of the two tiles of dS that come next,
- * and nobody waits until it has. tile: the next. */
+/* dK leaves, and dV where it has not yet. */
 template <class T, class C>
-__device__ inline void leave(const backward_job &p, const key_group<C> &x, backward_shared<C> &s, int tile)
+__device__ inline void leave(const backward_job &p, const key_group<C> &x, backward_shared<C> &s)
 {
     const piece &w = s.work[x.slot];
-    if constexpr (C::APART) {
-        const int first = tile % C::DS, second = (tile + 1) % C::DS;
-        wait(shared_address(&s.ds_free[first]), tile / C::DS & 1 ^ 1);
-        wait(shared_address(&s.ds_free[second]), (tile + 1) / C::DS & 1 ^ 1);
-        if (sends<C>(p, w, 0))
-            stage_result<T, C>(x.dK, p.a.scale, s.dS[first] + x.group * 8192, dS_box<C>(tile));
-        else
-            store_keys<T, C>(x.dK, 0, p.a, w, s.dS[first], x.group, dS_box<C>(tile));
-        fence_async();
-        release(&s.leaving[0]);
-    } else {
-        const int slot = x.slot % C::SLOTS;
-        named_sync(1 + x.group, 128);
-        store_keys<T, C>(x.dV, 1, p.a, w, s.own[slot][1], x.group);
-        store_keys<T, C>(x.dK, 0, p.a, w, s.own[slot][C::ADDS ? 1 : 0], x.group);
-        fence_async();
-        release(&s.own_free[slot]);
-    }
+    const key_rows values = rows_of(p.a, w, 1, x.group), keys = rows_of(p.a, w, 0, x.group);
     if (C::ADDS)
         release(&s.work_free[x.slot]);
+    if (!C::APART) {
+        release(&s.own_free[x.slot % C::SLOTS]);
+        store_keys<T, C>(x.dV, 1, p.a, values);
+    }
+    store_keys<T, C>(x.dK, 0, p.a, keys);
 }
 
 template <class T, class C, bool CAPPED>
@@ -270,15 +236,14 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int gr
     if (group == C::CONSUMERS - 1)
         end_exponentials<C>(group);
     meet_pieces<C>(s, [&](const piece &, int n) {
-        const int slot = n % C::SLOTS;
         key_group<C> x;
         x.group = group;
         clear(x.dK), clear(x.dV);
-        x.K = tile_at(shared_address(s.own[slot][0]) + x.group * 8192);
-        x.V = tile_at(shared_address(s.own[slot][1]) + x.group * 8192);
+        x.K = tile_at(shared_address(own_tile(s, n, 0)) + x.group * 8192);
+        x.V = tile_at(shared_address(own_tile(s, n, 1)) + x.group * 8192);
         x.slot = n % C::WORKS;
         tile = meet_all<T, C, CAPPED>(p, x, s, tile);
-        leave<T, C>(p, x, s, tile);
+        leave<T, C>(p, x, s);
     });
     if (group == 0)
         begin_exponentials<C>(group);
@@ -303,7 +268,10 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
     if constexpr (C::OWNERS != 0)
         if (group == C::CONSUMERS) {
             fewer_registers<C::SOME>();
-            own_queries<T, C>(p, s);
+            if (p.leaves)
+                own_queries<T, C, true>(p, s);
+            else
+                own_queries<T, C, false>(p, s);
             return;
         }
     more_registers<C::MANY>();
@@ -326,6 +294,6 @@ template <class C> static heed_status run_keys(const backward_job &p, int blocks
     return launch_next(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
-template <class C> static backward_kernel keys_kernel() { return { C::D, C::ROWS, run_keys<C> }; }
+template <class C> static backward_kernel keys_kernel() { return { C::D, C::ROWS, C::OWNERS != 0, run_keys<C> }; }
 
 #endif

@@ -57,6 +57,9 @@ __device__ inline void queries(const backward_job &p, backward_shared<C> &s, int
             differentiate_by_row<CAPPED>(dP, S, L, delta, rule);
             pack_rows<T, COLUMNS>(dS, dP);
         }
+        const int64_t to = row_at(a.d_q, w.batch, w.head, w.memory_row + group * 64);
+        const int rows = w.rows - group * 64;
+        release(&s.own_free[slot]); /* Q and dO are not needed for what is left */
         if (begin < end) {
             wgmma_fence();
             multiply_columns<T, D, COLUMNS>(dQ, dS, first_tile(s, tile - 1));
@@ -65,11 +68,7 @@ __device__ inline void queries(const backward_job &p, backward_shared<C> &s, int
             release_first(s, tile - 1);
         }
         tile = skip(s, tile, tiles - end);
-        named_sync(1 + group, 128); /* all four warps are done with Q, whose rows become the way out */
-        store_result<T, C>(dQ, a.scale, a.d_q, a.D, a.accumulate, s.own[slot][0] + group * 8192, w.rows - group * 64,
-                           row_at(a.d_q, w.batch, w.head, w.memory_row + group * 64), a.d_q.stride[2]);
-        fence_async();
-        release(&s.own_free[slot]);
+        store_result<T, C>(dQ, a.scale, a.d_q, a.D, a.accumulate, rows, to, a.d_q.stride[2]);
     });
 }
 
@@ -101,6 +100,6 @@ template <class C> static heed_status run_queries(const backward_job &p, int blo
     return launch_next(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
-template <class C> static backward_kernel queries_kernel() { return { C::D, C::ROWS, run_queries<C> }; }
+template <class C> static backward_kernel queries_kernel() { return { C::D, C::ROWS, false, run_queries<C> }; }
 
 #endif

@@ -6,17 +6,25 @@
 
 #include "backward_sm90.cuh"
 
-/* Writes dK (which = 0) or dV of a group of 64 keys by way of the K or V that it has been reading. */
+/* Where dK (which = 0) or dV of a group of 64 keys goes, and how many of these there are. */
+struct key_rows {
+    int64_t at;
+    int rows;
+};
+
+__device__ inline key_rows rows_of(const args &a, const piece &w, int which, int group)
+{
+    return { row_at(which ? a.d_v : a.d_k, w.batch, w.head, a.col + (w.memory_row + group * 64) * a.col_step),
+             w.rows - group * 64 };
+}
+
 template <class T, class C>
-__device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const args &a, const piece &w, char *memory,
-                                  int group, int box = C::ROWS * 128)
+__device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const args &a, const key_rows &to)
 {
     const view &t = which ? a.d_v : a.d_k;
-    if (!t.data)
-        return;
-    const int64_t at = row_at(t, w.batch, w.head, a.col + (w.memory_row + group * 64) * a.col_step);
-    store_result<T, C>(Y, which ? 1.0f : a.scale, t, which ? a.Dv : a.D, a.accumulate, memory + group * 8192,
-                       w.rows - group * 64, at, t.stride[2] * a.col_step, box);
+    if (t.data)
+        store_result<T, C>(Y, which ? 1.0f : a.scale, t, which ? a.Dv : a.D, a.accumulate, to.rows, to.at,
+                           t.stride[2] * a.col_step);
 }
 
 /* The first role meets one tile of queries. dV of a tile goes before S of the next, so that dO makes room early. first:
@@ -68,6 +76,8 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
 #pragma unroll 1
         for (int j = 0; j < all; j++, tile++)
             meet_values<T, C, CAPPED>(dV, P, s, p.rule, slot, tile, j == 0);
+        const key_rows to = rows_of(a, w, 1, 0);
+        release(&s.own_free[slot]); /* K is this warpgroup's alone, and not needed for what is left */
         if (all) {
             wait_second(s, tile - 1);
             wgmma_fence();
@@ -76,10 +86,7 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
             wgmma_wait<0>();
             release_second(s, tile - 1);
         }
-        named_sync(1, 128); /* K is this warpgroup's alone */
-        store_keys<T, C>(dV, 1, a, w, s.own[slot][0], 0);
-        fence_async();
-        release(&s.own_free[slot]);
+        store_keys<T, C>(dV, 1, a, to);
     });
 }
 
@@ -128,6 +135,8 @@ template <class T, class C, bool CAPPED> __device__ inline void keys_role(const 
 #pragma unroll 1
         for (int j = 0; j < all; j++, tile++)
             meet_keys<T, C, CAPPED>(dK, dS, s, p.rule, slot, tile, j == 0);
+        const key_rows to = rows_of(a, w, 0, 0);
+        release(&s.own_free[slot]); /* V is */
         if (all) {
             wgmma_fence();
             multiply_columns<T, C::D, COLUMNS>(dK, dS, first_tile(s, tile - 1));
@@ -135,10 +144,7 @@ template <class T, class C, bool CAPPED> __device__ inline void keys_role(const 
             wgmma_wait<0>();
             release_first(s, tile - 1);
         }
-        named_sync(2, 128); /* V is */
-        store_keys<T, C>(dK, 0, a, w, s.own[slot][1], 0);
-        fence_async();
-        release(&s.own_free[slot]);
+        store_keys<T, C>(dK, 0, a, to);
     });
 }
 

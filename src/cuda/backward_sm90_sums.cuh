@@ -1,7 +1,7 @@
 /* The Hopper backward's dQ where it is computed beside dK and dV: the warpgroups put their dS of a tile of queries side
  * by side into shared memory. All of it is multiplied with K, by a warpgroup that does nothing else or, where registers
  * do not allow for one, by each of them in turn, one tile later; the product is added to sums in memory when it is the
- * turn of these keys: keep_turns() in backward_sm90_feed.cuh. */
+ * turn of these keys, or goes out with them: keep_turns() in backward_sm90_feed.cuh. */
 #ifndef HEED_CUDA_BACKWARD_SM90_SUMS_CUH
 #define HEED_CUDA_BACKWARD_SM90_SUMS_CUH
 
@@ -32,13 +32,37 @@ template <class C> __device__ inline void announce(backward_shared<C> &s, int ti
     release(&s.ds_full[tile % C::DS]);
 }
 
-/* N columns of dQ = dS K of a tile, from column FIRST on, a multiple of 64, put where they wait for their turn to join the
- * sums: see keep_turns(). Waits for all products. */
+/* N columns of a strip of 16 rows go out: those of the sums, which are there if reads, join them first. */
 template <class T, class C, int N, int FIRST>
-__device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile, bool last)
+__device__ inline void see_out(float (&dQ)[N / 2], float scale, float4 *sums, uint32_t strip, bool reads)
 {
-    const uint64_t dS = tile_at(dS_at(s, tile)),
-                   K = tile_at(shared_address(s.own[slot][0]) + FIRST / 64 * (C::ROWS * 128), C::ROWS * 128);
+    const int lane = threadIdx.x % 32, row = lane % 16;
+    if (reads)
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            const float4 x = sums[i * 32];
+            dQ[4 * i] += x.x, dQ[4 * i + 1] += x.y, dQ[4 * i + 2] += x.z, dQ[4 * i + 3] += x.w;
+        }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) {
+        const float *y = &dQ[8 * k];
+        store_matrices(strip + (FIRST / 16 + k) / 4 * 2048 + row * 128 + ((k % 4 * 2 + lane / 16 ^ row % 8) << 4),
+                       pack<T>(y[0] * scale, y[1] * scale), pack<T>(y[2] * scale, y[3] * scale),
+                       pack<T>(y[4] * scale, y[5] * scale), pack<T>(y[6] * scale, y[7] * scale));
+    }
+}
+
+/* N columns of dQ = dS K of a tile, from column FIRST on, a multiple of 64, put where they wait for their turn to join the
+ * sums or to go out: see keep_turns(). Waits for all products. */
+template <class T, class C, int N, int FIRST, bool LEAVES>
+__device__ inline void sum_columns(const backward_job &p, backward_shared<C> &s, int n, int tile, bool last,
+                                   const dq_share &share)
+{
+    uint32_t own = shared_address(own_tile(s, n, 0));
+    if (C::APART)
+        asm volatile("" : "+r"(own)); /* worked out for each tile: there are few registers */
+    const uint64_t dS = tile_at(dS_at(s, tile)), K = tile_at(own + FIRST / 64 * (C::ROWS * 128), C::ROWS * 128);
     float dQ[N / 2];
     wgmma_fence();
 #pragma unroll
@@ -49,39 +73,47 @@ __device__ inline void sum_columns(backward_shared<C> &s, int slot, int tile, bo
     if (FIRST + N == C::D) {
         release(&s.ds_free[tile % C::DS]);
         if (last)
-            release(&s.own_free[slot]);
+            release(&s.own_free[n % C::SLOTS]);
     }
     if (FIRST == 0)
-        wait(shared_address(&s.stage_free[tile % 2]), tile / 2 & 1 ^ 1);
+        wait(shared_address(&s.stage_free[tile % 2]), tile / 2 & 1 ^ !LEAVES); /* see take_turn() */
     float4 *const to = s.stage[tile % 2] + threadIdx.x / 32 % 4 * (4 * C::D) + FIRST * 4 + threadIdx.x % 32;
+    if (LEAVES && share.leaves(tile)) {
+        see_out<T, C, N, FIRST>(dQ, p.a.scale, to, strip_at<C>(shared_address(s.stage[tile % 2]), threadIdx.x / 32 % 4),
+                                share.reads(tile));
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < N / 8; i++)
         to[i * 32] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
 }
 
 /* All columns; the owner of dQ, who has few registers, takes 64 at a time. last: K is not needed any more. */
-template <class T, class C> __device__ inline void sum_queries(backward_shared<C> &s, int slot, int tile, bool last)
+template <class T, class C, bool LEAVES = false>
+__device__ inline void sum_queries(const backward_job &p, backward_shared<C> &s, int n, int tile, bool last,
+                                   const dq_share &share = {})
 {
     constexpr int N = C::OWNERS && C::D > 64 ? 64 : C::D;
     wait(shared_address(&s.ds_full[tile % C::DS]), tile / C::DS & 1);
-    sum_columns<T, C, N, 0>(s, slot, tile, last);
+    sum_columns<T, C, N, 0, LEAVES>(p, s, n, tile, last, share);
     if constexpr (N < C::D)
-        sum_columns<T, C, C::D - N, N>(s, slot, tile, last);
+        sum_columns<T, C, C::D - N, N, LEAVES>(p, s, n, tile, last, share);
     fence_async();
     release(&s.staged[tile % 2]);
 }
 
 /* The warpgroup that does nothing else. */
-template <class T, class C> __device__ inline void own_queries(const backward_job &p, backward_shared<C> &s)
+template <class T, class C, bool LEAVES>
+__device__ inline void own_queries(const backward_job &p, backward_shared<C> &s)
 {
     int tile = 0;
     meet_pieces<C>(s, [&](const piece &w, int n) {
-        const int slot = n % C::SLOTS;
-        const int end = tile + uniform(w.tiles * p.a.G);
+        const dq_share mine = share_of(p, w, tile),
+                       share = { uniform(mine.stored), uniform(mine.leaving), uniform(mine.end) };
 #pragma unroll 1
-        for (; tile < end; tile++)
-            sum_queries<T, C>(s, slot, tile, false);
-        release(&s.own_free[slot]);
+        for (; tile < share.end; tile++)
+            sum_queries<T, C, LEAVES>(p, s, n, tile, false, share);
+        release(&s.own_free[n % C::SLOTS]);
         release(&s.work_free[n % C::WORKS]);
     });
 }

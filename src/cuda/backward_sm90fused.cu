@@ -7,7 +7,7 @@ static backward_form form_of(const heed_problem *p)
     const int head_dim = (int)HEED_MAX(p->D, p->Dv);
     return { heed_sm90_dkv(head_dim), heed_sm90_dq(head_dim),
              head_dim <= 64   ? keys_kernel<backward_shape<true, 64, 128, 2, 4, 4, EXACT | AHEAD | OWNER, 3>>()
-             : head_dim <= 96 ? keys_kernel<backward_shape<true, 96, 128, 1, 2, 2, AHEAD | EXACT, 2>>()
+             : head_dim <= 96 ? keys_kernel<backward_shape<true, 96, 128, 1, 2, 2, AHEAD | EXACT | OWNER, 2>>()
                               : keys_kernel<backward_shape<true, 128, 128, 1, 2, 2, AHEAD | OWNER, 2>>() };
 }
 

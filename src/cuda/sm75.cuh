@@ -199,6 +199,12 @@ __device__ inline void pass_turn(int *turn, int to)
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(to) : "memory");
 }
 
+/* Where several pass it on, in any order. */
+__device__ inline void advance_turn(int *turn, int by)
+{
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(turn), "r"(by) : "memory");
+}
+
 /* The smaller of the two; NaN if either is. */
 __device__ inline float min_or_nan(float x, float y)
 {
