@@ -373,7 +373,7 @@ int call_open(call *c, PyObject *const *args)
 {
     memset(&c->a, 0, sizeof c->a);
     memset(&c->x, 0, sizeof c->x);
-    c->open = 0, c->workspace = NULL, c->like = NULL;
+    c->open = 0, c->workspace = (memory_bytes){ 0 }, c->like = NULL;
     if (read_layout(c, args) || view_open(&c->q, args[ARG_Q], "q", 0))
         return -1;
     c->like = args[ARG_Q];
@@ -393,7 +393,7 @@ void call_close(call *c)
         view_close(&c->others[--c->open]);
     if (c->like)
         view_close(&c->q);
-    Py_CLEAR(c->workspace);
+    memory_give_back(&c->workspace);
 }
 
 /* ---- Running ---------------------------------------------------------------------------------------------------- */
@@ -419,23 +419,30 @@ static heed_status compute_without_gil(const call *c, const heed_gradient *g)
     Py_END_ALLOW_THREADS return status;
 }
 
-/* To ask how much workspace is needed costs as much as to find out that there is enough: so that comes first. */
+/* To ask how much workspace is needed costs as much as to find out that there is enough: so that comes first, but on a GPU
+ * where the last call wanted one. */
 static int run(call *c, const heed_gradient *g)
 {
-    int on_host = c->x.backend != HEED_CUDA;
-    c->x.workspace = on_host ? memory_scratch() : NULL;
-    c->x.workspace_bytes = c->x.workspace ? MEMORY_SCRATCH : 0;
-    heed_status status = is_brief(c) ? compute(c, g) : compute_without_gil(c, g);
-    if (status != HEED_NO_WORKSPACE)
-        return status ? call_fail(status) : 0;
+    static _Thread_local int wanted[2]; /* by the last forward and backward on a GPU */
+    const int on_host = c->x.backend != HEED_CUDA, pass = g != NULL;
+    heed_status status;
+    if (on_host || !wanted[pass]) {
+        c->x.workspace = on_host ? memory_scratch() : NULL;
+        c->x.workspace_bytes = c->x.workspace ? MEMORY_SCRATCH : 0;
+        status = is_brief(c) ? compute(c, g) : compute_without_gil(c, g);
+        if (status != HEED_NO_WORKSPACE)
+            return status ? call_fail(status) : 0;
+    }
 
     if ((status = heed_workspace_size(&c->a, g, &c->x, &c->x.workspace_bytes)))
         return call_fail(status);
     if (on_host)
         c->x.workspace = memory_borrow(c->x.workspace_bytes);
-    else
-        c->workspace = memory_bytes(c->like, &c->q, c->x.workspace_bytes, &c->x.workspace);
-    if (!c->x.workspace)
+    else if ((wanted[pass] = c->x.workspace_bytes > 0)) {
+        memory_take(c->like, &c->q, c->x.workspace_bytes, &c->workspace);
+        c->x.workspace = c->workspace.data;
+    }
+    if (!c->x.workspace && c->x.workspace_bytes)
         return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
     status = compute_without_gil(c, g);
     if (on_host)

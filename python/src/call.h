@@ -54,11 +54,11 @@ typedef struct call {
     heed_gradient g;
     heed_exec x;
     layout layout;
-    PyObject *like;      /* q: results are made by its library; borrowed */
-    view q;              /* kept for shapes, strides and device */
-    view others[24];     /* k and v first */
-    int open;            /* how many of others are in use */
-    PyObject *workspace; /* device memory */
+    PyObject *like;         /* q: results are made by its library; borrowed */
+    view q;                 /* kept for shapes, strides and device */
+    view others[24];        /* k and v first */
+    int open;               /* how many of others are in use */
+    memory_bytes workspace; /* of the device */
 } call;
 
 /* Reads args, ARGUMENTS of them. -1: an exception is set. In either case call_close() follows. */

@@ -142,15 +142,20 @@ PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data)
 
 enum { SMALL = 1 << 20 };                                    /* bytes: of hidden memory and what is seen of it */
 enum { TOGETHER = 64 << 10, TOGETHER_ON_DEVICE = 16 << 20 }; /* of several tensors: a GPU's memory takes long to get */
-enum { ALIGNED = 256 };                                      /* what starts at such a multiple suits every kernel */
+enum { COPIED = 8 << 10 };                                   /* of one that is copied, not saved */
+enum { ALIGNED = 64, ALIGNED_ON_DEVICE = 256 };              /* what starts at such a multiple suits every kernel */
 
-static int64_t aligned_bytes_of(const form *f) { return (bytes_of(f) + ALIGNED - 1) / ALIGNED * ALIGNED; }
+static int64_t aligned_bytes_of(const view *v, const form *f)
+{
+    const int64_t unit = v->device.type == DL_CUDA ? ALIGNED_ON_DEVICE : ALIGNED;
+    return (bytes_of(f) + unit - 1) / unit * unit;
+}
 
 /* One piece of memory, as an at::Tensor of bytes. */
 static void *new_piece(const view *v, int64_t bytes, void **base)
 {
     const form all = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .shape = { bytes }, .stride = { 1 } };
-    return libtorch.makes_tensors && libtorch.part_of && bytes ? new_tensor(v, &all, base) : NULL;
+    return libtorch.makes_tensors && bytes ? new_tensor(v, &all, base) : NULL;
 }
 
 /* What begins at that byte of it, for Python. */
@@ -165,14 +170,15 @@ static PyObject *part_of_piece(void *piece, int64_t offset, const form *f)
 int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, void **data, PyObject **made)
 {
     int64_t bytes = 0, offset = 0;
+    const int64_t most = v->device.type == DL_CUDA ? TOGETHER_ON_DEVICE : TOGETHER;
     for (int n = 0; n < count; n++)
-        bytes += aligned_bytes_of(&f[n]);
-    const int fits = of_exchange(like) && bytes <= (v->device.type == DL_CUDA ? TOGETHER_ON_DEVICE : TOGETHER);
+        bytes += aligned_bytes_of(v, &f[n]);
+    const int fits = of_exchange(like) && libtorch.part_of && bytes <= most;
     void *base, *memory = fits ? new_piece(v, bytes, &base) : NULL;
     int done = 0;
     for (; memory && done < count && (made[done] = part_of_piece(memory, offset, &f[done])); done++) {
         data[done] = (char *)base + offset;
-        offset += aligned_bytes_of(&f[done]);
+        offset += aligned_bytes_of(v, &f[done]);
     }
     if (memory)
         libtorch.delete_tensor(memory);
@@ -186,17 +192,23 @@ int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, v
 
 PyObject *memory_new_with_hidden(PyObject *like, const view *v, const form *f, void **data, memory_hidden *h)
 {
-    const int64_t before = aligned_bytes_of(f), bytes = bytes_of(&h->form);
+    const int64_t before = aligned_bytes_of(v, f), bytes = bytes_of(&h->form);
     PyObject *made = NULL;
-    h->data = h->owner = NULL;
-    if (!of_exchange(like) || before + bytes > SMALL)
+    const int dropped_early = v->device.type == DL_CUDA && libtorch.keeps_graph;
+    h->data = h->owner = h->copy = NULL;
+    if (!of_exchange(like) || before + bytes > (dropped_early ? TOGETHER_ON_DEVICE : SMALL))
         return NULL;
     if (v->device.type != DL_CUDA) {
-        if ((h->data = malloc((size_t)bytes)) && !(made = memory_new(like, v, f, data)))
+        const int64_t copied = before <= COPIED ? before : 0;
+        if (!(h->data = malloc((size_t)(bytes + copied))))
+            return NULL;
+        if (copied)
+            h->copied = *f, h->copy = h->data, h->data = (char *)h->copy + copied;
+        if (!(made = memory_new(like, v, f, data)))
             memory_drop(h);
         return made;
     }
-    if (!(h->owner = new_piece(v, before + bytes, data)))
+    if (!libtorch.part_of || !(h->owner = new_piece(v, before + bytes, data)))
         return NULL;
     h->data = (char *)*data + before;
     if (!(made = part_of_piece(h->owner, 0, f)))
@@ -204,48 +216,65 @@ PyObject *memory_new_with_hidden(PyObject *like, const view *v, const form *f, v
     return made;
 }
 
-PyObject *memory_show(PyObject *like, const memory_hidden *h)
+/* A tensor of that form, with the numbers that lie at from. */
+static PyObject *new_copy(PyObject *like, const form *f, const void *from)
 {
     view v;
     void *data;
-    if (h->owner)
-        return libtorch.data_of(h->owner, &data) ? NULL
-                                                 : part_of_piece(h->owner, (char *)h->data - (char *)data, &h->form);
     if (view_open(&v, like, "q", 0))
         return NULL;
-    PyObject *copy = memory_new(like, &v, &h->form, &data);
+    PyObject *copy = memory_new(like, &v, f, &data);
     view_close(&v);
-    if (!copy || (!data && (view_open(&v, copy, "lse", 1) || (data = v.data, view_close(&v), 0)))) {
+    if (!copy || (!data && (view_open(&v, copy, "copy", 1) || (data = v.data, view_close(&v), 0)))) {
         Py_XDECREF(copy);
         return NULL;
     }
-    memcpy(data, h->data, (size_t)bytes_of(&h->form));
+    memcpy(data, from, (size_t)bytes_of(f));
     return copy;
 }
+
+PyObject *memory_show(PyObject *like, const memory_hidden *h)
+{
+    void *data;
+    if (!h->owner)
+        return new_copy(like, &h->form, h->data);
+    return libtorch.data_of(h->owner, &data) ? NULL : part_of_piece(h->owner, (char *)h->data - (char *)data, &h->form);
+}
+
+PyObject *memory_show_copy(PyObject *like, const memory_hidden *h) { return new_copy(like, &h->copied, h->copy); }
+
+void memory_fill_copy(const memory_hidden *h, const void *data) { memcpy(h->copy, data, (size_t)bytes_of(&h->copied)); }
 
 void memory_drop(memory_hidden *h)
 {
     if (h->owner)
         libtorch.delete_tensor(h->owner);
     else
-        free(h->data);
-    h->data = h->owner = NULL;
+        free(h->copy ? h->copy : h->data);
+    h->data = h->owner = h->copy = NULL;
 }
 
-PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data)
+void memory_take(PyObject *like, const view *v, size_t bytes, memory_bytes *b)
 {
     const form f = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .shape = { (int64_t)bytes }, .stride = { 1 } };
-    PyObject *tensor = memory_new(like, v, &f, data);
     view w;
-    if (tensor && *data)
-        return tensor;
-    if (!tensor || view_open(&w, tensor, "workspace", 1)) {
-        Py_XDECREF(tensor);
-        return NULL;
-    }
-    *data = w.data;
+    *b = (memory_bytes){ 0 };
+    if (of_exchange(like) && (b->tensor = new_piece(v, (int64_t)bytes, &b->data)))
+        return;
+    if (!(b->object = memory_new(like, v, &f, &b->data)) || b->data)
+        return;
+    if (view_open(&w, b->object, "workspace", 1))
+        return;
+    b->data = w.data;
     view_close(&w);
-    return tensor;
+}
+
+void memory_give_back(memory_bytes *b)
+{
+    if (b->tensor)
+        libtorch.delete_tensor(b->tensor);
+    Py_XDECREF(b->object);
+    *b = (memory_bytes){ 0 };
 }
 
 int memory_stream(PyObject *like, int device, void **stream)

@@ -27,20 +27,33 @@ PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data);
 int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, void **data, PyObject **made);
 
 /* Memory that Python does not see: to make a tensor takes longer than to attend to a few rows. On a GPU it lies behind a
- * tensor that is seen. Only where it is small: it stays until the graph is gone. */
+ * tensor that is seen. Only where it is small, above all where PyTorch does not say that a backward is the last: then it stays
+ * until the graph is gone. */
 typedef struct memory_hidden {
     form form;
     void *data;  /* NULL: there is none */
     void *owner; /* on a GPU: an at::Tensor * of both */
+    void *
+        copy; /* on a CPU, beside a tensor so small that it is quicker to copy than to save: room for that; else NULL */
+    form copied; /* the tensor's */
 } memory_hidden;
 /* Like memory_new(), with hidden memory of the form h->form beside it. NULL without an exception: it cannot be. */
 PyObject *memory_new_with_hidden(PyObject *like, const view *v, const form *f, void **data, memory_hidden *h);
-/* A tensor of that memory, or of a copy of it. */
+/* A tensor of that memory, or of a copy of it; and one of the copy that it has. */
 PyObject *memory_show(PyObject *like, const memory_hidden *h);
+PyObject *memory_show_copy(PyObject *like, const memory_hidden *h);
+void memory_fill_copy(const memory_hidden *h, const void *data);
 void memory_drop(memory_hidden *h);
 
-/* Device memory, aligned, as a tensor that the caller drops when the work has been queued. */
-PyObject *memory_bytes(PyObject *like, const view *v, size_t bytes, void **data);
+/* Device memory, aligned, that is given back when the work has been queued. data: NULL where there is none; after
+ * memory_take() an exception may be set then. */
+typedef struct memory_bytes {
+    void *data;
+    void *tensor;     /* an at::Tensor *, or */
+    PyObject *object; /* a tensor of Python */
+} memory_bytes;
+void memory_take(PyObject *like, const view *v, size_t bytes, memory_bytes *b);
+void memory_give_back(memory_bytes *b);
 int memory_stream(PyObject *like, int device, void **stream);
 
 /* Host memory, aligned to 64 bytes: a standing buffer of this thread, enough for small problems (NULL: out of memory), and

@@ -54,12 +54,12 @@ static const argument tensors[] = { ARG_Q,
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
 /* What goes from the autograd function's forward to its backward: the arguments that are not their defaults, but of the tensors
- * only which they are, as autograd keeps them; and lse, where it is hidden memory. */
+ * only which they are, as autograd keeps them; and lse and o, where they are in hidden memory. */
 typedef struct pack {
     PyObject_HEAD int tensors, others;
     uint8_t tensor[ARGUMENTS], other[ARGUMENTS];
     PyObject *value[ARGUMENTS]; /* of the others */
-    heed_tensor lse;
+    heed_tensor o, lse;
     memory_hidden hidden;
 } pack;
 static PyTypeObject *pack_type;
@@ -80,7 +80,7 @@ static pack *new_pack(void)
     pack *p = PyObject_New(pack, pack_type);
     if (p) {
         p->tensors = p->others = 0;
-        p->hidden.data = p->hidden.owner = NULL;
+        p->hidden.data = p->hidden.owner = p->hidden.copy = NULL;
     }
     return p;
 }
@@ -264,6 +264,10 @@ static int compute(PyObject *const *args, int want_lse, pack *keep, PyObject **o
     else if (!bad)
         bad = PyErr_Occurred() || !(*o = call_new_o(&c)) || (want_lse && !(*lse = call_new_lse(&c)));
     bad = bad || call_forward(&c);
+    if (!bad && keep && keep->hidden.copy) {
+        memory_fill_copy(&keep->hidden, c.a.o.data);
+        keep->o = c.a.o, keep->o.data = keep->hidden.copy;
+    }
     call_close(&c);
     if (bad) {
         Py_CLEAR(*o);
@@ -348,7 +352,7 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
 static int remember(PyObject *ctx, const request *r, pack *others, PyObject *o, PyObject *lse)
 {
     PyObject *kept[2 + ARGUMENTS] = { o, lse };
-    int count = lse ? 2 : 1;
+    int count = others->hidden.copy ? 0 : lse ? 2 : 1;
     for (int n = 0; n < ARGUMENTS; n++) {
         PyObject *value = r->args[n];
         if (value == call_defaults[n])
@@ -458,12 +462,14 @@ int torch_gradients(const torch_given *given, const int *wants, int in_one, PyOb
 {
     call c;
     memset(&c.g, 0, sizeof c.g);
-    int bad = call_open(&c, args) || call_view(&c, given->o, "o", 0, &c.a.o) ||
+    int bad = call_open(&c, args) || (given->o && call_view(&c, given->o, "o", 0, &c.a.o)) ||
               (given->lse && call_view_rows(&c, given->lse, "lse", &c.a.lse)) ||
               call_view(&c, given->d_o, "do", 0, &c.g.d_o) ||
               (given->d_lse != Py_None && call_view_rows(&c, given->d_lse, "dlse", &c.g.d_lse));
-    if (given->hidden)
-        c.a.lse = *given->hidden;
+    if (given->hidden_o)
+        c.a.o = *given->hidden_o;
+    if (given->hidden_lse)
+        c.a.lse = *given->hidden_lse;
     for (int n = 0; bad && n < GRADIENTS; n++)
         made[n] = NULL;
     bad = bad || call_new_gradients(&c, args, wants, in_one, made) || call_backward(&c);
@@ -488,7 +494,7 @@ static int recall(PyObject *ctx, PyObject **kept, pack **others, PyObject **args
         return -1;
     }
     const pack *p = *others = (pack *)rest;
-    const int first = p->hidden.data ? 1 : 2; /* behind o and lse */
+    const int first = p->hidden.copy ? 0 : p->hidden.data ? 1 : 2; /* behind o and lse */
     memcpy(args, call_defaults, ARGUMENTS * sizeof *args);
     for (int n = 0; n < p->tensors; n++)
         args[p->tensor[n]] = PyTuple_GetItem(*kept, first + n);
@@ -501,7 +507,7 @@ PyObject *torch_function_state(PyObject *module, PyObject *ctx)
 {
     (void)module;
     pack *others;
-    PyObject *kept, *args[ARGUMENTS], *lse, *result = NULL;
+    PyObject *kept, *args[ARGUMENTS], *o, *lse, *result = NULL;
     if (recall(ctx, &kept, &others, args))
         return NULL;
     PyObject *arguments = PyTuple_New(ARGUMENTS);
@@ -509,14 +515,19 @@ PyObject *torch_function_state(PyObject *module, PyObject *ctx)
         Py_INCREF(args[n]);
         PyTuple_SetItem(arguments, n, args[n]);
     }
+    if (others->hidden.copy)
+        o = memory_show_copy(args[ARG_Q], &others->hidden);
+    else
+        Py_INCREF(o = PyTuple_GetItem(kept, 0));
     if (others->hidden.data)
         lse = memory_show(args[ARG_Q], &others->hidden);
     else
         Py_INCREF(lse = PyTuple_GetItem(kept, 1));
-    if (arguments && lse)
-        result = PyTuple_Pack(3, PyTuple_GetItem(kept, 0), lse, arguments);
+    if (arguments && o && lse)
+        result = PyTuple_Pack(3, o, lse, arguments);
     Py_DECREF(kept);
     Py_DECREF(others);
+    Py_XDECREF(o);
     Py_XDECREF(lse);
     Py_XDECREF(arguments);
     return result;
@@ -537,9 +548,13 @@ static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t
     PyObject *kept, *args[ARGUMENTS], *made[GRADIENTS], *result = NULL;
     if (recall(ctx, &kept, &others, args))
         return NULL;
-    torch_given given = { .d_o = d_o, .d_lse = d_lse, .o = PyTuple_GetItem(kept, 0) };
+    torch_given given = { .d_o = d_o, .d_lse = d_lse };
+    if (others->hidden.copy)
+        given.hidden_o = &others->o;
+    else
+        given.o = PyTuple_GetItem(kept, 0);
     if (others->hidden.data)
-        given.hidden = &others->lse;
+        given.hidden_lse = &others->lse;
     else
         given.lse = PyTuple_GetItem(kept, 1);
     PyObject *needs = get(&needs_input_grad, ctx);
@@ -551,6 +566,8 @@ static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t
             result = PyTuple_Pack(inputs, made[0], made[1], made[2], made[3], made[4]);
             for (int i = 0; i < GRADIENTS; i++)
                 Py_DECREF(made[i]);
+            if (libtorch.keeps_graph && !libtorch.keeps_graph())
+                memory_drop(&others->hidden);
         }
     }
     Py_DECREF(kept);

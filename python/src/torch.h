@@ -36,9 +36,9 @@ PyObject *torch_function_state(PyObject *module, PyObject *ctx);
 
 /* What a backward gets beside the arguments. */
 typedef struct torch_given {
-    PyObject *d_o, *d_lse, *o; /* d_lse may be None */
-    PyObject *lse;             /* or */
-    const heed_tensor *hidden; /* the same in memory that Python does not see */
+    PyObject *d_o, *d_lse;                    /* d_lse may be None */
+    PyObject *o, *lse;                        /* or */
+    const heed_tensor *hidden_o, *hidden_lse; /* the same in memory that Python does not see */
 } torch_given;
 
 /* The gradients that are wanted into made, as new references; None in the place of the others. in_one: they may share

@@ -361,6 +361,20 @@ def test_saved_tensors_can_be_moved_and_are_watched(device):
         o.sum().backward()
 
 
+@pytest.mark.parametrize("rows", [5, 400])
+def test_a_result_that_is_changed_in_place(device, rows):
+    """Autograd notices, or the backward has a copy: of a small result it is quicker to make one than to watch it."""
+    inputs = [torch.randn(1, 2, rows, 16, device=device, requires_grad=True) for _ in range(3)]
+    d_o = torch.randn(1, 2, rows, 16, device=device)
+    want = torch.autograd.grad(heed.attention(*inputs), inputs, 2 * d_o)
+    o = heed.attention(*inputs).mul_(2)
+    if device == "cpu" and rows == 5:
+        same(torch.autograd.grad(o, inputs, d_o), want)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(o, inputs, d_o)
+
+
 def test_no_memory_is_kept_after_backward(device):
     import gc
     import weakref
@@ -394,6 +408,17 @@ def test_memory_that_python_does_not_see_is_given_back(device):
         heed.attention(q, k, k)
         del o
     assert in_use() - before < 20e6
+
+
+@pytest.mark.parametrize("rows", [100, 10_000])
+def test_a_graph_lets_go_of_what_its_last_backward_has_read(cuda, rows):
+    inputs = [torch.randn(1, 4, rows, 64, device=cuda, requires_grad=True) for _ in range(3)]
+    total = heed.attention(*inputs).sum()
+    for keep in True, False:
+        torch.autograd.grad(total, inputs, retain_graph=keep)
+    with_graph = torch.cuda.memory_allocated()
+    del total
+    assert with_graph - torch.cuda.memory_allocated() <= 1024  # the sum itself
 
 
 def test_no_reference_is_lost_or_kept(device):
