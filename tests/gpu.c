@@ -59,6 +59,13 @@ const char *gpu_finish(void)
     return error ? cudaGetErrorString(error) : NULL;
 }
 
+const char *gpu_reset(void)
+{
+    memset(kept, 0, sizeof kept);
+    cudaError_t error = has_gpu() ? cudaDeviceReset() : cudaSuccess;
+    return error ? cudaGetErrorString(error) : NULL;
+}
+
 #else
 
 int has_gpu(void) { return 0; }
@@ -72,5 +79,7 @@ void block_free(void *block, size_t bytes)
 }
 
 const char *gpu_finish(void) { return NULL; }
+
+const char *gpu_reset(void) { return NULL; }
 
 #endif

@@ -151,6 +151,7 @@ int has_gpu(void);
 void *block_new(size_t bytes);
 void block_free(void *block, size_t bytes);
 const char *gpu_finish(void); /* waits for all work; NULL, or what went wrong */
+const char *gpu_reset(void);  /* a new context; every block is gone */
 
 /* ---- Results: compare.c ------------------------------------------------------------------------------------------ */
 

@@ -294,6 +294,24 @@ TEST(lengths_offsets_and_pages_beyond_memory_are_bounded)
     }
 }
 
+/* ---- A new context ----------------------------------------------------------------------------------------------- */
+
+TEST(a_call_works_after_a_reset)
+{
+    for (int contexts = 0; contexts < 2; contexts++) {
+        for_each_gpu_kernel(EITHER_PASS, kernel)
+        {
+            rerun r = rerun_new(&kernel, NULL);
+            rerun_spoil(&r);
+            assert_int_equal(rerun_start(&r), HEED_OK);
+            CUDA_OK(cudaDeviceSynchronize());
+            rerun_expect_same(&r);
+            case_free(&r.c);
+        }
+        assert_null(gpu_reset());
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -303,6 +321,7 @@ int main(void)
         cmocka_unit_test(many_threads_may_call_at_once),
         cmocka_unit_test(the_callers_device_stays_current),
         cmocka_unit_test(lengths_offsets_and_pages_beyond_memory_are_bounded),
+        cmocka_unit_test(a_call_works_after_a_reset),
     };
     setenv("CUDA_LAUNCH_BLOCKING", "0", 1);
     if (!has_gpu()) {

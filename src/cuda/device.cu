@@ -1,6 +1,7 @@
 /* The devices of this machine, described once; errors of the CUDA runtime as statuses; the kernels' arguments. */
 #include "launch.cuh"
 
+#include <cuda.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -58,45 +59,97 @@ heed_status heed_cuda_device(int index, heed_device *d)
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-/* More shared memory than every kernel may have is asked for once for each kernel and device. Who has been granted how
- * much: a table by the kernel's address, whose readers take no lock; a kernel that finds no room in it asks each time. */
-enum { FREE_TO_ALL = 48 * 1024, GRANTS = 512, PROBES = 8 };
-static struct {
-    uint64_t key; /* 0: nobody's */
-    uint64_t bytes;
-} grants[GRANTS];
-static pthread_mutex_t granting = PTHREAD_MUTEX_INITIALIZER;
+/* Kernels are launched by the driver: the runtime takes some tenths of a microsecond more, to find out which function a kernel
+ * is in the current context. Here that is a table by the kernel's address and the context's number, which no later context
+ * has; its readers take no lock. A kernel that finds no room in it is looked for each time. */
+enum { FREE_TO_ALL = 48 * 1024, FUNCTIONS = 1024, PROBES = 8 };
+struct function {
+    const void *kernel; /* NULL: nobody's */
+    uint64_t context;
+    CUfunction handle;
+    uint64_t shared_bytes; /* what it may have: more than every kernel may is asked for once */
+};
+static function functions[FUNCTIONS];
+static pthread_mutex_t finding = PTHREAD_MUTEX_INITIALIZER;
 
-/* place: where in the table, or GRANTS. */
-static uint64_t granted(uint64_t key, unsigned *place)
+static struct {
+    CUresult (*current)(CUcontext *context);
+    CUresult (*number)(CUcontext context, unsigned long long *number);
+    CUresult (*launch)(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra);
+} driver;
+static pthread_once_t driver_asked = PTHREAD_ONCE_INIT;
+
+static void ask_driver(void)
 {
-    for (unsigned n = 0; n < PROBES; n++) {
-        *place = (unsigned)((key * 0x9E3779B97F4A7C15u >> 48) + n) % GRANTS;
-        uint64_t found = __atomic_load_n(&grants[*place].key, __ATOMIC_ACQUIRE);
-        if (found == key)
-            return __atomic_load_n(&grants[*place].bytes, __ATOMIC_RELAXED);
-        if (!found)
-            return 0;
+    const struct {
+        void *to;
+        const char *name;
+    } entries[] = { { &driver.current, "cuCtxGetCurrent" },
+                    { &driver.number, "cuCtxGetId" },
+                    { &driver.launch, "cuLaunchKernelEx" } };
+    for (const auto &entry : entries) {
+        cudaDriverEntryPointQueryResult found;
+        if (cudaGetDriverEntryPointByVersion(entry.name, (void **)entry.to, 12000, cudaEnableDefault, &found))
+            cudaGetLastError();
     }
-    *place = GRANTS;
-    return 0;
 }
 
-static cudaError_t reserve(const void *kernel, size_t shared_bytes, int device, bool again)
+static CUresult ask_context(unsigned long long *number)
 {
-    const uint64_t key = (uint64_t)(uintptr_t)kernel | (uint64_t)(device + 1) << 48;
-    unsigned place;
-    if (shared_bytes <= FREE_TO_ALL || (!again && granted(key, &place) >= shared_bytes))
+    CUcontext context = NULL;
+    const CUresult error = driver.current(&context);
+    if (error || !context)
+        return error ? error : CUDA_ERROR_INVALID_CONTEXT;
+    return driver.number(context, number);
+}
+
+/* The number of the current context. There is none on a thread that has not called the runtime yet, nor after a reset: any call
+ * of the runtime makes one. */
+static cudaError_t context_number(unsigned long long *number)
+{
+    pthread_once(&driver_asked, ask_driver);
+    if (!driver.current || !driver.number || !driver.launch)
+        return cudaErrorInsufficientDriver;
+    if (!ask_context(number))
         return cudaSuccess;
-    pthread_mutex_lock(&granting);
-    const uint64_t bytes = HEED_MAX(granted(key, &place),
-                                    shared_bytes); /* what was granted may be in use: it only grows */
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (!error && place < GRANTS) {
-        __atomic_store_n(&grants[place].bytes, bytes, __ATOMIC_RELAXED);
-        __atomic_store_n(&grants[place].key, key, __ATOMIC_RELEASE);
+    const cudaError_t failed = cudaFree(NULL);
+    return failed ? failed : (cudaError_t)ask_context(number); /* the driver's numbers of errors are the runtime's */
+}
+
+/* Its place in the table; else a free one, and *known is false; NULL: there is none. */
+static function *place_of(const void *kernel, uint64_t context, bool *known)
+{
+    const uint64_t hash = ((uint64_t)(uintptr_t)kernel + context) * 0x9E3779B97F4A7C15u >> 32;
+    for (unsigned n = 0; n < PROBES; n++) {
+        function *f = &functions[(hash + n) % FUNCTIONS];
+        const void *found = __atomic_load_n(&f->kernel, __ATOMIC_ACQUIRE);
+        *known = found == kernel && f->context == context;
+        if (!found || *known)
+            return f;
     }
-    pthread_mutex_unlock(&granting);
+    return NULL;
+}
+
+static cudaError_t find(const void *kernel, uint64_t context, size_t shared_bytes, CUfunction *handle)
+{
+    bool known;
+    function *f = place_of(kernel, context, &known);
+    if (known && __atomic_load_n(&f->shared_bytes, __ATOMIC_RELAXED) >= shared_bytes) {
+        *handle = f->handle;
+        return cudaSuccess;
+    }
+    pthread_mutex_lock(&finding);
+    f = place_of(kernel, context, &known);
+    const uint64_t before = known ? f->shared_bytes : (uint64_t)FREE_TO_ALL;
+    cudaError_t error = cudaGetFuncBySymbol(handle, kernel);
+    if (!error && shared_bytes > before) /* it only grows: what was granted may be in use */
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (!error && f) {
+        f->context = context, f->handle = *handle;
+        __atomic_store_n(&f->shared_bytes, HEED_MAX(before, shared_bytes), __ATOMIC_RELAXED);
+        __atomic_store_n(&f->kernel, kernel, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&finding);
     return error;
 }
 
@@ -105,25 +158,21 @@ heed_status heed_cuda_launch_grid(const void *kernel, dim3 blocks, dim3 threads,
 {
     if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0)
         return HEED_OK;
-    cudaError_t error = reserve(kernel, shared_bytes, x->device, false);
+    unsigned long long context;
+    CUfunction handle;
+    cudaError_t error = context_number(&context);
+    if (!error)
+        error = find(kernel, context, shared_bytes, &handle);
     if (error)
-        return heed_cuda_status(error, "reserving shared memory");
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = blocks, config.blockDim = threads;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = (cudaStream_t)x->stream;
-    config.attrs = &attribute, config.numAttrs = early;
-    error = cudaLaunchKernelExC(&config, kernel, arguments);
-    if (error == cudaErrorInvalidValue && shared_bytes > FREE_TO_ALL) { /* the device may have been reset since */
-        cudaGetLastError();
-        error = reserve(kernel, shared_bytes, x->device, true);
-        if (!error)
-            error = cudaLaunchKernelExC(&config, kernel, arguments);
-    }
-    return heed_cuda_status(error, "launching a kernel");
+        return heed_cuda_status(error, "finding a kernel");
+    CUlaunchAttribute attribute;
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    const CUlaunchConfig config = {
+        blocks.x,   blocks.y, blocks.z, threads.x, threads.y, threads.z, (unsigned)shared_bytes, (CUstream)x->stream,
+        &attribute, early
+    };
+    return heed_cuda_status((cudaError_t)driver.launch(&config, handle, arguments, NULL), "launching a kernel");
 }
 
 heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
