@@ -13,7 +13,7 @@ constexpr int KEYS_OF_128 = 32, QUERIES_OF_128 = 64, SOME_QUERIES_OF_128 = 32;
 struct ampere {
     static constexpr int SHARED_BYTES = HEED_SHARED_SMALL, HEAD_DIM = 256, UNBIASED_HEAD_DIM = 128,
                          DROPS_UNBIASED = 128;
-    static constexpr bool CAPS_UNBIASED = false, PAIRS = true;
+    static constexpr bool CAPS_UNBIASED = false, PAIRS = true, STARTS_EARLY = true;
     template <int D, bool GENERAL>
     using query_tiles = block_tiles<4, D == 64 || (D == 128 && !GENERAL) ? 2 : 1,
                                     D == 256               ? 16

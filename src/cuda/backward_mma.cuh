@@ -620,7 +620,7 @@ static heed_status run_queries(const args &a, const float2 *facts, bool early, c
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
     const size_t bytes = sizeof(shared) + shared::extras::bytes(a, SCORES);
     const auto kernel = dq_mma<T, D, SCORES, Chip>;
-    return early && plan->device.arch >= 90
+    return early && Chip::STARTS_EARLY && plan->device.arch >= 90
                ? launch_next(kernel, order.blocks(), Tiles::THREADS, bytes, x, with_unit<SCORES>(a), facts, order)
                : launch(kernel, order.blocks(), Tiles::THREADS, bytes, x, with_unit<SCORES>(a), facts, order);
 }

@@ -6,7 +6,7 @@
 
 struct turing {
     static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128, UNBIASED_HEAD_DIM = 0, DROPS_UNBIASED = 0;
-    static constexpr bool CAPS_UNBIASED = false, PAIRS = false;
+    static constexpr bool CAPS_UNBIASED = false, PAIRS = false, STARTS_EARLY = false; /* its PTX is that of Turing */
     template <int D, bool GENERAL> using query_tiles = block_tiles<4, 1, D == 64 ? 32 : 16, 2, 2>;
     template <int D, bool GENERAL> using key_tiles = block_tiles<4, 1, D == 64 ? 32 : 16, 2, 2>;
 };
