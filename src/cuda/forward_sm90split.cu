@@ -1,6 +1,7 @@
 /* Forward for fp32 on Hopper, head sizes to 128: each operand is two numbers of fp16 (split.cuh), and the rest is like
  * forward_sm90.cuh, whose planner and loader serve here too. To them a tensor of D columns of fp32 is one of 2 D columns
- * of fp16, which a pass before the kernel has written: hi, then lo. Two to four warpgroups of 64 rows each compute
+ * of fp16, which a pass before the kernel has written: hi, then lo. Q is met once, so where the copy engine can bring it as
+ * it is the warpgroup splits it in its place. Two to four warpgroups of 64 rows each compute
  *
  *     S = Qlo Khi + Qhi Klo + Qhi Khi     P = 2^(c S - c m)     O += Plo Vhi + Phi Vlo + Phi Vhi
  *
@@ -38,9 +39,11 @@ constexpr float P_SUM = 0x1p15f;
 /* Shifts of K and of V of 32 blocks, one of each a lane, in one register: asked for block by block, each would hold up
  * its block for as long as memory takes. */
 struct both_shifts {
-    int bits = 0;
-    __device__ both_shifts() {}
-    __device__ both_shifts(shift k, shift v) : bits((k.s & 0x7ff) | k.strange << 11 | v.s * 65536 | v.strange << 15) {}
+    int bits;
+    __device__ both_shifts(int k, int v)
+        : bits((k & 0x7ff) | (k >> 16 & 1) << 11 | (v & 0xffff) << 16 | (v >> 16 & 1) << 15)
+    {
+    }
     __device__ shift k(int lane) const
     {
         const int x = __shfl_sync(~0u, bits, lane);
@@ -56,7 +59,56 @@ struct both_shifts {
 struct split_order {
     tile_order order;
     int exact_below; /* where the shifts of Q and K add up to less, two numbers of fp16 are not enough */
+    bool q_whole;    /* Q comes as it is, and is split in its place */
 };
+
+template <class S> struct split_shared : forward_shared<S> {
+    unsigned most[S::GROUPS][4]; /* of what each warp has of a Q that is split */
+    shift q[S::GROUPS];
+};
+
+/* ---- Queries ----------------------------------------------------------------------------------------------------- */
+
+/* 64 rows of Q, of which so many are there, become hi and lo in their place. By a warpgroup. As they were loaded each has 32
+ * columns in a panel of 128 bytes. */
+template <int HEAD>
+__device__ inline void split_queries(char *Q, int rows, unsigned (&most)[4], shift &found, int barrier)
+{
+    constexpr int EACH = HEAD / 2, PANEL = SPLIT_ROWS * 128;
+    const unsigned thread = (unsigned)thread_anew() % 128, row = thread % 64, half = thread / 64;
+    char *const first = Q + row * 128;
+    const auto chunk = [&](unsigned n) { return first + n / 8 * PANEL + (n % 8 ^ row % 8) * 16; };
+    float x[EACH], largest = 0.0f; /* or NaN */
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4)
+        *(float4 *)&x[i] = *(const float4 *)chunk(half * (EACH / 4) + i / 4);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        x[i] = (int)row < rows ? x[i] : 0.0f;
+        asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(fabsf(x[i])));
+    }
+    const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
+    if (thread % 32 == 0)
+        most[thread / 32] = of_warp;
+    named_sync(barrier, 128);
+    const unsigned bits = max(max(most[0], most[1]), max(most[2], most[3]));
+    const int s = shift_of(bits);
+    multiply_by_power(x, s);
+#pragma unroll
+    for (int i = 0; i < EACH; i += 8) {
+        uint32_t hi[4], lo[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            split_pair(x[i + 2 * e], x[i + 2 * e + 1], hi[e], lo[e]);
+        char *const to = chunk(half * (EACH / 8) + i / 8);
+        *(uint4 *)to = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+        *(uint4 *)(to + HEAD / 64 * PANEL) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+    }
+    if (thread == 0)
+        found = { (short)s, (short)(bits >= 0x7F800000u) };
+    fence_async();
+    named_sync(barrier, 128);
+}
 
 /* ---- Softmax ----------------------------------------------------------------------------------------------------- */
 
@@ -162,7 +214,7 @@ __device__ inline void write_rows(float (&O)[S::HEAD / 2], const split_state &x,
 }
 
 template <class S>
-__device__ inline void consume_split(forward_shared<S> &sh, const args &a, const split_tensors &split,
+__device__ inline void consume_split(split_shared<S> &sh, const args &a, const split_tensors &split,
                                      const split_order &by)
 {
     constexpr int K_BYTES = sizeof sh.K[0], V_BYTES = sizeof sh.V[0];
@@ -186,14 +238,15 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
         const auto row = [&]() { return part() * 64 + thread_anew() / 32 % 4 * 16 + thread_anew() % 32 / 4; };
         const int seen = w.seen[part()];
         const int own = w.s.q_row + w.i0 + (part() * 64 < w.rows ? part() * 64 : 0);
-        const shift q = shift_at(split.q, w.s.q_batch, w.h, own);
-        /* Those of 32 blocks, among them block j. */
-        const auto ask_shifts = [&](int j) {
+        /* Where those of 32 blocks are, among them block j. */
+        const auto shifts_at = [&](int j) {
             const int64_t first = split_at(split.k, w.s.k_batch, w.hk, w.s.k_row + w.first);
-            const int64_t at = first + min(j / 32 * 32 + (int)threadIdx.x % 32, w.blocks - 1) * S::KEYS;
-            return both_shifts(split.k.shifts[at], split.v.shifts[at]);
+            return first + min(j / 32 * 32 + (int)threadIdx.x % 32, w.blocks - 1) * S::KEYS;
         };
-        both_shifts asked = seen ? ask_shifts(seen - 1) : both_shifts();
+        const int *const k_shifts = (const int *)split.k.shifts, *const v_shifts = (const int *)split.v.shifts;
+        int first[2] = {}; /* asked for early, and looked at when Q is there */
+        if (seen)
+            first[0] = k_shifts[shifts_at(seen - 1)], first[1] = v_shifts[shifts_at(seen - 1)];
 #pragma unroll 1
         for (int unseen = w.blocks - seen; unseen > 0; unseen--) {
             wait(k_full + 8 * at.at(), at.parity());
@@ -203,7 +256,16 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
             at.next();
         }
         wait(shared_address(&sh.q_full[group()]), n % 2);
-        bool again = q.strange;
+        const shift *q_shift = split.q.shifts + split_at(split.q, w.s.q_batch, w.h, own);
+        if (S::PARTS == 2 && by.q_whole) {
+            q_shift = sh.q + group();
+            if (seen > 0)
+                split_queries<S::HEAD>(sh.Q[group()], w.rows - part() * 64, sh.most[group()], sh.q[group()],
+                                       1 + group());
+        }
+        const shift q = *q_shift;
+        both_shifts asked(first[0], first[1]);
+        bool again = seen > 0 && q.strange;
         split_state x = { { CUDART_INF_F, CUDART_INF_F }, {}, true };
         float O[S::HEAD / 2];
 #pragma unroll
@@ -214,7 +276,7 @@ __device__ inline void consume_split(forward_shared<S> &sh, const args &a, const
         /* What takes S of block j to logits. */
         const auto scale_of = [&](int j) {
             if (j % 32 == 31)
-                asked = ask_shifts(j);
+                asked = both_shifts(k_shifts[shifts_at(j)], v_shifts[shifts_at(j)]);
             const shift k = asked.k(j % 32);
             again |= q.s + k.s < by.exact_below || k.strange;
             return given_back<S::HEAD / 16> *
@@ -331,7 +393,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #if __CUDA_ARCH__ >= 900
     let_next_start();
     extern __shared__ __align__(1024) char memory[];
-    auto &sh = *(forward_shared<S> *)memory;
+    auto &sh = *(split_shared<S> *)memory;
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::GROUPS; i++)
             barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
@@ -351,6 +413,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         fewer_registers<S::PRODUCER_REGISTERS>();
         int tiles = 0;
         if (threadIdx.x < 32) {
+            wait_for_last();
             loader<S> l = { sh, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
             l.run();
         } else if (threadIdx.x < 64)
@@ -359,6 +422,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
             fetch_q<S>(sh, q, tiles);
     } else {
         more_registers<S::REGISTERS>();
+        wait_for_last();
         consume_split<S>(sh, a, split, by);
     }
 #endif
@@ -383,9 +447,29 @@ template <class S> static int64_t choose_tiles(const args &a, int units)
     return best;
 }
 
-template <class S> static heed_status run(const args &a, const split_tensors &split, int units, const heed_exec *x)
+/* Whether the copy engine can take Q as it is: see plan.c. */
+static bool is_whole(const heed_tensor &q, const view &t)
 {
-    static_assert(sizeof(forward_shared<S>) <= 227 * 1024, "shared memory of one block");
+    bool whole = t.vector && (t.stride[2] != 0 || q.shape[2] <= 1);
+    for (int d = 0; d < 3; d++)
+        whole = whole && t.stride[d] >= 0 && t.stride[d] < (int64_t)1 << 38;
+    return whole;
+}
+
+/* A row of fp32 is one of twice as many numbers of 16 bits. */
+static heed_status whole_map(tensor_map *m, const args &a)
+{
+    view t = a.q;
+    t.dtype = HEED_F16;
+    for (int64_t &stride : t.stride)
+        stride *= 2;
+    return heed_tensor_map(m, t, 2 * a.D, a.q_rows, a.Hq, a.offsets_q ? 1 : a.B, 64);
+}
+
+template <class S>
+static heed_status run(const args &a, const split_tensors &split, bool q_whole, int units, const heed_exec *x)
+{
+    static_assert(sizeof(split_shared<S>) <= 227 * 1024, "shared memory of one block");
     const int64_t tiles = choose_tiles<S>(a, units), heads = (int64_t)a.B * a.Hq, total = tiles * heads;
     if (total == 0)
         return HEED_OK;
@@ -396,7 +480,8 @@ template <class S> static heed_status run(const args &a, const split_tensors &sp
     tensor_map q, k, v;
     const int64_t keys = a.offsets_k ? a.k_rows : a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const bool any = keys > 0; /* no key: nothing will be loaded, but a map must show something */
-    heed_status status = split_map(&q, split.q, S::HEAD, S::PARTS, a.q_rows, q_batches, 64);
+    heed_status status = q_whole ? whole_map(&q, a)
+                                 : split_map(&q, split.q, S::HEAD, S::PARTS, a.q_rows, q_batches, 64);
     if (!status)
         status = split_map(&k, any ? split.k : split.q, S::HEAD, S::PARTS, any ? keys : a.q_rows, k_batches, S::KEYS);
     if (!status)
@@ -406,9 +491,11 @@ template <class S> static heed_status run(const args &a, const split_tensors &sp
     const int blocks = (int)HEED_MIN(total, units);
     const int64_t parts = tiles_of(a.Sq, 64);
     split_order by = { order_of<S>(a, { 1, INT32_MAX, NULL, NULL }, keys * S::D * 4, blocks, tiles),
-                       split_exact_below(a) };
+                       split_exact_below(a), q_whole };
     by.order.least = (int)(parts / tiles), by.order.few = (int)(tiles - parts % tiles);
-    return launch(forward_sm90split<S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, split, by);
+    constexpr int BYTES = sizeof(split_shared<S>);
+    return S::HEAD == 64 ? launch_next(forward_sm90split<S>, blocks, S::THREADS, BYTES, x, a, q, k, v, split, by)
+                         : launch(forward_sm90split<S>, blocks, S::THREADS, BYTES, x, a, q, k, v, split, by);
 }
 
 static size_t lay_out(const heed_problem *p, void *memory, split_tensors &split)
@@ -434,12 +521,16 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
     split_tensors split = {};
     lay_out(p, x->workspace, split);
     split.hi_only = p->precision == HEED_TF32;
-    heed_status status = start.status ? start.status : heed_cuda_split(a, split, false, NULL, x);
+    const bool q_whole = !split.hi_only && is_whole(p->a.q, a.q);
+    split_tensors pass = split;
+    if (q_whole)
+        pass.q.rows = NULL;
+    heed_status status = start.status ? start.status : heed_cuda_split(a, pass, false, NULL, x);
     if (!status && split.hi_only)
-        status = split_width(a) == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, units, x)
-                                      : run<split_shape<128, 1, 2, 4>>(a, split, units, x);
+        status = split_width(a) == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, q_whole, units, x)
+                                      : run<split_shape<128, 1, 2, 4>>(a, split, q_whole, units, x);
     else if (!status)
-        status = split_width(a) == 64 ? run<split_shape<64, 2, 4, 4>>(a, split, units, x)
-                                      : run<split_shape<128, 2, 2, 2>>(a, split, units, x);
+        status = split_width(a) == 64 ? run<split_shape<64, 2, 4, 4>>(a, split, q_whole, units, x)
+                                      : run<split_shape<128, 2, 2, 2>>(a, split, q_whole, units, x);
     return status ? status : heed_cuda_forward_marked(a, { split.zeros + 2, NULL, split.q.marks }, 2 * units, x);
 }

@@ -163,14 +163,18 @@ __global__ void __launch_bounds__(threads_of<D>, D > 128  ? 1
                const int *when)
 {
 #if HEED_SPLIT_HERE
+    let_next_start();
     if (when) { /* launched early: see launch.cuh */
-        let_next_start();
         wait_for_last();
         if (!*when)
             return;
     }
     if (to.zeros && blockIdx.x == 0 && threadIdx.x < 3)
         to.zeros[threadIdx.x] = 0;
+    if (to.q.marks && !to.q.rows) /* somebody else splits these */
+        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < split_at(to.q, a.offsets_q ? 1 : a.B, 0, 0);
+             i += gridDim.x * blockDim.x)
+            to.q.marks[i] = 0;
 #pragma unroll 1
     for (int index = blockIdx.x; index < all; index += gridDim.x) {
         split_one<D, SUMS>(a, to, n, index);

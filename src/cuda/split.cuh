@@ -58,6 +58,22 @@ __device__ inline float times_power(float x, int n)
     return x * power(n / 2) * power(n - n / 2);
 }
 
+/* The same of many. */
+template <int N> __device__ inline void multiply_by_power(float (&x)[N], int s)
+{
+    if (s < -126 || s > 127) { /* 2^s is no number of fp32 */
+        const float up = power(s / 2);
+        s -= s / 2;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            x[i] *= up;
+    }
+    const float up = power(s);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        x[i] *= up;
+}
+
 /* The s of a group whose largest finite magnitude has these bits. Of a group of zeros it is larger than any other. */
 __device__ inline int shift_of(unsigned bits)
 {
@@ -169,16 +185,7 @@ template <int D, int ROWS, int THREADS> struct rows_in_flight {
     /* Calls put(row, chunk, hi, lo) for each of this thread's chunks of 16 bytes. less: of each row, or NULL. */
     template <class Put> __device__ void split(int s, const float *less, Put put)
     {
-        if (s < -126 || s > 127) { /* 2^s is no number of fp32 */
-            const float up = power(s / 2);
-            s -= s / 2;
-#pragma unroll
-            for (int n = 0; n < EACH; n++)
-#pragma unroll
-                for (int e = 0; e < 8; e++)
-                    x[n][e] *= up;
-        }
-        const float up = power(s);
+        multiply_by_power((float(&)[8 * EACH]) x, s);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             const int row = threadIdx.x / CHUNKS + n * APART;
@@ -186,9 +193,9 @@ template <int D, int ROWS, int THREADS> struct rows_in_flight {
 #pragma unroll
             for (int e = 0; e < 8; e += 2)
                 if (less)
-                    split_pair(x[n][e] * up, x[n][e + 1] * up, less[row], hi[e / 2], lo[e / 2]);
+                    split_pair(x[n][e], x[n][e + 1], less[row], hi[e / 2], lo[e / 2]);
                 else
-                    split_pair(x[n][e] * up, x[n][e + 1] * up, hi[e / 2], lo[e / 2]);
+                    split_pair(x[n][e], x[n][e + 1], hi[e / 2], lo[e / 2]);
             put(row, threadIdx.x % CHUNKS, make_uint4(hi[0], hi[1], hi[2], hi[3]),
                 make_uint4(lo[0], lo[1], lo[2], lo[3]));
         }
