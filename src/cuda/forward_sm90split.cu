@@ -288,8 +288,9 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                 hide<S>(s, w, row(), w.first + j * S::KEYS + thread_anew() % 4 * 2);
             again |= weigh_split<S>(s, x, c, O, now, [&](int r) { return row() + 8 * r < w.rows; });
         };
-        /* What takes P V of block j to O, which is in units of 2^-least, the least shift of the V so far. */
-        const auto units_of = [&](int j) {
+        /* What takes P V of block j to O, which is in units of 2^-least, the least shift of the V so far. Of sums over few
+         * keys nothing was cut. */
+        const auto units_of = [&](int j, bool edge) {
             const shift v = asked.v(j % 32);
             again |= v.strange;
             if (v.s < least) {
@@ -299,7 +300,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                     O[i] *= down;
                 least = v.s;
             }
-            return power(max(least - v.s, -127)) * given_back<SPLIT_ROWS / 16>;
+            return power(max(least - v.s, -127)) * (edge ? 1.0f : given_back<SPLIT_ROWS / 16>);
         };
         const auto release_q = [&]() { release(shared_address(&sh.q_empty[group()])); };
         if (!S::OVERLAP) {
@@ -312,7 +313,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                 wait(k_full + 8 * at.at(), at.parity());
                 multiply_scores<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(at.at()) * K_BYTES), [&]() {
                     c = scale_of(j), edge = is_edge(j);
-                    now[0] = now[1] = units_of(j);
+                    now[0] = now[1] = units_of(j, edge);
                     asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
                 });
                 release(k_empty + 8 * at.at());
@@ -347,7 +348,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                 wait(k_full + 8 * next.at(), next.parity());
                 wait(v_full + 8 * at.at(), at.parity());
                 const auto meanwhile = [&]() {
-                    now[0] = now[1] = units_of(j);
+                    now[0] = now[1] = units_of(j, is_edge(j));
                     c = scale_of(j - 1), edge = is_edge(j - 1);
                     asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
                 };
@@ -365,7 +366,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             release_q();
             promote(O, T, now);
             if (j == 0) {
-                now[0] = now[1] = units_of(0);
+                now[0] = now[1] = units_of(0, is_edge(0));
                 wait(v_full + 8 * at.at(), at.parity());
                 multiply_values<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
                 release(v_empty + 8 * at.at());
