@@ -476,6 +476,18 @@ static int64_t keys_of(const args &a)
     return a.offsets_k ? a.k_rows : a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
 }
 
+/* Heads that are worked on at the same time, longest pieces first, as heed_sm90_heads_together() has it. Who is done with the
+ * last of these waits for the others: so they are all heads where pieces are few, and else equally many each time. */
+static int heads_together(const args &a, int64_t tiles, int64_t heads, int64_t bytes_of_head, int units)
+{
+    if (a.left >= FAR && a.right >= FAR)
+        return 1;
+    if (tiles * heads <= 8 * units)
+        return (int)heads;
+    const int64_t most = HEED_MAX(1, ((int64_t)32 << 20) / HEED_MAX(bytes_of_head, 1));
+    return (int)tiles_of(heads, tiles_of(heads, most));
+}
+
 /* One of the two kernels: for the own side and the other. second: it follows the other one and need not wait for it. */
 template <int HEAD, class C, class Kernel>
 static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, const split_rows (&own)[2],
@@ -488,7 +500,8 @@ static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, c
     backward_job &job = p.job;
     job.pieces = pieces.pieces, job.ranges = pieces.ranges, job.lengths = pieces.lengths;
     job.tiles = pieces.tiles, job.count = pieces.tiles * a.B * heads;
-    job.together = heed_sm90_heads_together(a, a.B * heads, other_rows * (C::KEYS ? a.G : 1) * C::D * 4);
+    job.together = heads_together(a, job.tiles, a.B * heads, other_rows * (C::KEYS ? a.G : 1) * C::D * 4,
+                                  plan->device.units);
     heed_status status = HEED_OK;
     for (int i = 0; i < 2 && !status; i++) {
         p.own[i] = own[i], p.other[i] = other[i];
