@@ -21,6 +21,9 @@ __device__ static float conclude(float m, float sum, float c, float scale, float
     return sum == 0.0f ? -CUDART_INF_F : e.large() ? fmaf(e.m, scale, log) : fmaf(e.then, LN2, log);
 }
 
+/* So many on a multiprocessor, where the GPU is full. */
+template <int KEYS> constexpr int most_blocks = KEYS <= 64 ? 6 : KEYS <= 96 ? 5 : KEYS <= 192 ? 4 : 3;
+
 template <int N> struct number {
     static constexpr int value = N;
 };
@@ -28,7 +31,7 @@ template <int N> struct number {
 /* Keys are met N at once and then LAST, where there are so many. GENERAL: a sink, or what the scores need beyond scale and such
  * bands as short_row() takes. */
 template <class T, int N, int LAST, bool GENERAL, bool STEPS>
-__global__ void __launch_bounds__(SHORT_THREADS, (N + LAST > 192 ? 3 : 4) - GENERAL)
+__global__ void __launch_bounds__(SHORT_THREADS, most_blocks<N + LAST> - GENERAL)
     forward_sm90short(const __grid_constant__ args a)
 {
 #if __CUDA_ARCH__ >= 900
@@ -139,6 +142,7 @@ template <class T> static heed_status run(const args &a, const heed_plan *plan, 
 {
     const int keys = keys_of(a);
     return keys <= 64    ? run<T, 64, 0>(a, plan, x)
+           : keys <= 96  ? run<T, 96, 0>(a, plan, x)
            : keys <= 128 ? run<T, 128, 0>(a, plan, x)
            : keys <= 192 ? run<T, 128, 64>(a, plan, x)
                          : run<T, 128, 128>(a, plan, x);
