@@ -493,10 +493,13 @@ __device__ inline void multiply_exactly(Tile &t, const args &a, const span &s, c
             const float *q = (const float *)a.q.data + row_at(a.q, s.q_batch, x.h, s.q_row + t.row(r));
             const float *k = (const float *)a.k.data +
                              row_at(a.k, s.k_batch, x.hk, s.k_row + a.col + t.key(c) * a.col_step);
-            float sum = 0.0f;
+            float sum = 0.0f, some = 0.0f; /* 16 terms at a time, so that roundings are those of smaller sums */
 #pragma unroll 1
-            for (int d = 0; real && d < a.D; d++)
-                sum = fmaf(times_power(q[d * a.q.stride[3]], q_shift), times_power(k[d * a.k.stride[3]], k_shift), sum);
+            for (int d = 0; real && d < a.D; d++) {
+                some = fmaf(times_power(q[d * a.q.stride[3]], q_shift), times_power(k[d * a.k.stride[3]], k_shift),
+                            d % 16 ? some : 0.0f);
+                sum += d % 16 == 15 || d == a.D - 1 ? some : 0.0f;
+            }
             t.at(r, c) = sum;
         }
 }
