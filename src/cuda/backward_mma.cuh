@@ -554,6 +554,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             multiply_own_half<T, D>(dK, dP, sQ, query0, column);
             wait_for_partner();
             multiply_other_half<T, D, BQ>(dV, halves, row0, other0, sdO, other0, column);
+            __syncwarp();
             send_half<T, BQ>(halves, row0, other0, dP); /* where the partner's P was, which nobody else reads */
             wait_for_partner();
             multiply_other_half<T, D, BQ>(dK, halves, row0, query0, sQ, other0, column);
