@@ -35,10 +35,16 @@ __device__ static int64_t row_at(const view &t, const place &p) { return row_at(
 
 /* ---- Delta ------------------------------------------------------------------------------------------------------- */
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int BLOCKS = 4; /* on a multiprocessor: Turing has no more threads */
+#else
+constexpr int BLOCKS = 6;
+#endif
+
 /* Eight lanes for each row, by PIECES of 16 bytes of type T or element by element. With few registers, so that many rows are
  * on their way at a time. */
 template <class T, bool PIECES>
-__global__ void __launch_bounds__(32 * WARPS, PIECES ? 6 : 4)
+__global__ void __launch_bounds__(32 * WARPS, PIECES ? BLOCKS : 4)
     delta_rows(const __grid_constant__ view o, const __grid_constant__ view d_o, const __grid_constant__ view d_lse,
                const __grid_constant__ view delta, rows_shape n)
 {
