@@ -340,13 +340,14 @@ int heed_sm90_heads_together(const args &a, int heads, int64_t bytes_of_head)
     return (int)HEED_MAX(1, HEED_MIN(heads, ((int64_t)24 << 20) / HEED_MAX(bytes_of_head, 1)));
 }
 
-/* Whether dQ can leave with the last keys: it is of 16 bits, and every row sees a key. It is worth while where heads are
- * short: the last keys have more to wait for, and a pass over all sums is saved. */
+/* Whether dQ can leave with the last keys: it is of 16 bits, every row sees a key, and the copy engine, which writes whole
+ * 16 bytes, writes nothing but rows. It is worth while where heads are short: the last keys have more to wait for, and a
+ * pass over all sums is saved. */
 static bool can_leave(const args &a)
 {
     const span &s = a.all;
     const bool all = a.left >= FAR && a.right >= FAR && s.keys;
-    return a.uniform && a.d_q.dtype != HEED_F32 && !a.accumulate &&
+    return a.uniform && a.d_q.dtype != HEED_F32 && !a.accumulate && a.D % 8 == 0 &&
            (all || (s.unit && s.low < s.high && s.high > 0 && s.rows - 1 + s.low < s.keys));
 }
 
