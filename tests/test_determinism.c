@@ -232,6 +232,42 @@ TEST(a_ragged_batch_is_its_members)
         }
 }
 
+/* Gradients of a long member, given the same o and lse, too: a lone sequence may get other tiles of the forward. */
+static void expect_gradients_of_member(const heed_kernel_info *kernel, test_case *c, int64_t at, int64_t n)
+{
+    const case_shape shape = { .Hq = c->a.q.shape[1], .Hk = c->a.k.shape[1], .Sq = n, .D = c->a.q.shape[3] };
+    test_case one = case_new(kernel, shape);
+    one.a.causal = c->a.causal;
+    one.a.q = slice(c->a.q, 2, at, 1, n), one.a.k = slice(c->a.k, 2, at, 1, n), one.a.v = slice(c->a.v, 2, at, 1, n);
+    one.a.o = slice(c->a.o, 2, at, 1, n), one.a.lse = slice(c->a.lse, 2, at, 1, n);
+    one.g.d_o = slice(c->g.d_o, 2, at, 1, n);
+    case_backward(&one);
+    for (int which = OUT_DQ; which < OUT_DBIAS; which++) {
+        heed_tensor part = slice(*output_of(c, which), 2, at, 1, n);
+        expect_same_bits(c, "gradients of a long sequence of the batch", &part, output_of(&one, which));
+    }
+    case_free(&one);
+}
+
+/* So long that a GPU's tiles of keys may be taken in another order than theirs. */
+TEST(gradients_of_a_long_ragged_batch_are_its_members)
+{
+    static const int32_t lengths[] = { 150, 2300, 5190, 700 };
+    for_each_kernel(HEED_BACKWARD, kernel)
+        for (int n = 0; n < 4 && kernel.backend == HEED_CUDA && keeps_order(&kernel); n++) {
+            case_shape shape = { .B = 4, .Hq = 2, .Hk = 2 - n % 2, .D = 64 << n % 2, .form = RAGGED };
+            shape.rows_of = shape.keys_of = lengths;
+            test_case c = case_new(&kernel, shape);
+            c.a.causal = n / 2;
+            if (case_takes(&c, &kernel)) {
+                run(&c);
+                for (int64_t member = 0, at = 0; member < 4; at += lengths[member++])
+                    expect_gradients_of_member(&kernel, &c, at, lengths[member]);
+            }
+            case_free(&c);
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -245,6 +281,7 @@ int main(void)
         cmocka_unit_test(a_batch_is_its_members),
         cmocka_unit_test(a_group_is_its_heads),
         cmocka_unit_test(a_ragged_batch_is_its_members),
+        cmocka_unit_test(gradients_of_a_long_ragged_batch_are_its_members),
     };
     return RUN_TESTS(tests);
 }

@@ -1,7 +1,8 @@
 /* Sizes that 16 or 32 bits do not hold: more than 65,535 heads, rows and keys beyond 65,536, tensors of more than 2^31
  * elements, strides beyond 2^32. Each test puts a small problem, whose results are known, somewhere inside of a large
  * one, by heed.h's promise that a result does not depend on what else is in the batch, or by a band that hides the
- * rest. Skipped where there is no GPU, or one with too little memory. */
+ * rest. And problems that keep all of the device busy, a hundred times over: the same inputs give the same bits. Skipped
+ * where there is no GPU, or one with too little memory. */
 #include "harness.h"
 
 #ifdef HEED_HAS_CUDA
@@ -314,6 +315,68 @@ TEST(strides_beyond_32_bits)
     }
 }
 
+/* ---- Again and again --------------------------------------------------------------------------------------------- */
+
+/* The small problem with more heads, `times` runs of its backward; returns whether there was room. */
+static int expect_same_again(test_case *c, int heads, int times)
+{
+    heed_tensor want[TENSORS], got[TENSORS];
+    test_case again = *c; /* its kernel, the large problem */
+    heed_exec x;
+    large l;
+    if (!large_new(&l, c, 1, heads, EVERY))
+        return 0;
+    for (int which = 0; which < TENSORS; which++) {
+        const heed_tensor *t = tensor_of(&l.a, &l.g, which);
+        if (which <= D_O)
+            repeat(t, tensor_of(&c->a, &c->g, which));
+        else
+            want[which] = case_tensor(c, t->dtype, t->shape, NULL),
+            got[which] = case_tensor(c, t->dtype, t->shape, NULL);
+    }
+    run(c, &l, 0);
+    again.a = l.a, again.g = l.g;
+    assert_int_equal(case_exec(&again, HEED_BACKWARD, &x), HEED_OK);
+    CUDA_OK(cudaMalloc(&x.workspace, x.workspace_bytes + 1));
+    for (int n = 0; n < times; n++) {
+        if (heed_backward(&l.a, &l.g, &x))
+            fail_msg("%s; %s", heed_last_error(), case_text(c));
+        for (int which = D_Q; which < TENSORS; which++) {
+            const heed_tensor *t = tensor_of(&l.a, &l.g, which);
+            CUDA_OK(cudaMemcpy((n ? got : want)[which].data, t->data, bytes_of(t), cudaMemcpyDefault));
+            if (n && memcmp(got[which].data, want[which].data, bytes_of(t)))
+                fail_msg("%s of run %d has other bits; %s", names[which], n + 1, case_text(c));
+        }
+    }
+    CUDA_OK(cudaFree(x.workspace));
+    large_free(&l);
+    return 1;
+}
+
+/* Short and long sequences by themselves, with heads that share keys, and in a batch. Random problems find rarely what
+ * takes many blocks and their timing. */
+TEST(a_hundred_runs_have_the_same_bits)
+{
+    static const int32_t lengths[] = { 700, 2200, 40 };
+    static const case_shape shapes[] = { { .Hq = 2, .Sq = 700 },
+                                         { .Hq = 4, .Hk = 1, .Sq = 2200 },
+                                         { .B = 3, .Hq = 2, .form = RAGGED, .rows_of = lengths, .keys_of = lengths } };
+    for_each_gpu_kernel(HEED_BACKWARD, kernel)
+    {
+        int problems = 0;
+        for (int n = 0; n < COUNT(shapes) * 6 && keeps_order(&kernel); n++) {
+            case_shape shape = shapes[n % COUNT(shapes)];
+            shape.D = 64 << n / COUNT(shapes) % 3;
+            test_case c = case_new(&kernel, shape);
+            c.a.causal = n / COUNT(shapes) / 3;
+            if (case_takes(&c, &kernel))
+                problems += expect_same_again(&c, (int)(1024 / shape.D / shape.Hq), 100);
+            case_free(&c);
+        }
+        printf("%s: %d problems, 100 runs each, the same bits\n", kernel.name, problems);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -323,6 +386,7 @@ int main(void)
         cmocka_unit_test(rows_and_keys_beyond_65536),
         cmocka_unit_test(more_than_two_to_the_31_elements_of_keys),
         cmocka_unit_test(strides_beyond_32_bits),
+        cmocka_unit_test(a_hundred_runs_have_the_same_bits),
     };
     if (!has_gpu()) {
         puts("skipped: no GPU");
