@@ -57,6 +57,21 @@ TEST(positions_may_start_anywhere_and_step)
         }
 }
 
+/* So many tiles of keys that a kernel may take them in groups; queries at the end, or as far apart as to meet them all. */
+TEST(causal_works_over_many_keys)
+{
+    static const case_shape many = { .B = 1, .Hq = 2, .Hk = 1, .Sq = 300, .Sk = 4200, .D = 8 };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int apart = 0; apart < 2; apart++) {
+            test_case c = case_new(&kernel, many);
+            c.a.causal = 1;
+            if (apart)
+                c.a.align = HEED_ALIGN_POSITION, c.a.query_step = 14;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 /* Whole tiles of keys that no query sees, between others that several see. */
 TEST(queries_may_be_further_apart_than_a_tile_of_keys)
 {
@@ -275,6 +290,7 @@ int main(void)
         cmocka_unit_test(a_window_composes_with_a_key_stride),
         cmocka_unit_test(key_strides_beyond_the_keys_leave_key_0),
         cmocka_unit_test(positions_may_start_anywhere_and_step),
+        cmocka_unit_test(causal_works_over_many_keys),
         cmocka_unit_test(queries_may_be_further_apart_than_a_tile_of_keys),
         cmocka_unit_test(steps_may_lie_on_the_stride),
         cmocka_unit_test(a_key_stride_is_attention_to_sliced_keys),

@@ -179,11 +179,20 @@ __device__ inline int2 columns_of(const args &a, const span &q, int row, int row
 }
 
 /* When tile `tile` of the keys may add to dQ: after the nearest one before it that sees queries, and before the nearest
- * one after it. By a whole warp. */
-__device__ inline void find_turn(const args &a, const span &q, int tile, int rows, piece &w)
+ * one after it. Grouped, after the one that follows it in its group where that sees the queries, else after the first of the
+ * group before, which sees all that it sees. By a whole warp. */
+__device__ inline void find_turn(const args &a, const span &q, int tile, int rows, bool grouped, piece &w)
 {
     int before = tile - 1, after = tile + 1;
     int2 seen = make_int2(0, 0), next = seen;
+    if (grouped) {
+        const int tiles = (q.keys + rows - 1) / rows, group = group_of(grouped, tiles), first = tile / group * group;
+        if (after < min(first + group, tiles))
+            next = columns_of(a, q, after * rows, min(rows, q.keys - after * rows));
+        if (threadIdx.x % 32 == 0)
+            w.turn = first ? first - group + 1 : 0, w.alone = next.y ? next.x / COLUMNS : INT32_MAX;
+        return;
+    }
     while (before >= 0 && !(seen = columns_of(a, q, before * rows, rows)).y)
         before--;
     while (after * rows < q.keys && !(next = columns_of(a, q, after * rows, min(rows, q.keys - after * rows))).y)
@@ -250,7 +259,7 @@ __global__ void __launch_bounds__(128)
         w.ranges = at * t.rows, w.rows = rows, w.tile = tile, w.turns = piece_at(a, false, COLUMNS, b, 0),
         w.sums = piece_at(a, false, 16, b, 0);
     if (keys)
-        find_turn(a, q, tile, t.rows, w);
+        find_turn(a, q, tile, t.rows, t.grouped, w);
     for (int r = lane; r < t.rows; r += 32)
         t.ranges[(int64_t)at * t.rows + r] = r < rows ? visible_columns(a, q, keys, row + r) : make_int2(0, 0);
 }
@@ -263,7 +272,7 @@ void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *
                           int grid)
 {
     const size_t pieces = (size_t)(rows_of->shape[0] * rows_of->shape[2] / rows + p->B + 1);
-    t->rows = rows, t->grid = grid;
+    t->rows = rows, t->grid = grid, t->grouped = false;
     t->lengths = (int *)space->take((size_t)p->B * sizeof(int));
     t->pieces = (piece *)space->take(pieces * sizeof(piece));
     t->ranges = (int2 *)space->take(pieces * rows * sizeof(int2));
@@ -273,6 +282,7 @@ heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table 
 {
     const int64_t count = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     keys.tiles = (int)tiles_of(count, keys.rows), queries.tiles = (int)tiles_of(a.Sq, queries.rows);
+    keys.grouped = keys.grouped && keys.tiles > LEAVING; /* of no more, dQ may leave with the last */
     return launch(find_pieces, tiles_of((int64_t)a.B * (keys.tiles + queries.tiles), 4), 128, 0, x, a, keys, queries);
 }
 
@@ -359,7 +369,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
     const piece_table &keys = t.of[0], &queries = t.of[1];
     heed_status status = HEED_OK;
     job->second = false;
-    job->leaves = all && form.all.leaves && keys.tiles <= 16 && can_leave(a);
+    job->leaves = all && form.all.leaves && keys.tiles <= LEAVING && can_leave(a);
     if ((a.d_k.data || a.d_v.data || all) && keys.tiles) {
         const int heads = a.B * a.Hk;
         job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
@@ -403,6 +413,7 @@ static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed
 {
     t->terms.rows = a->q_rows, t->terms.pitch = (int)pitch_of(p);
     t->terms.heads = p->a.q.shape[0] * a->Hq;
+    t->of[0].grouped = t->terms.sums.data && !x->nondeterministic && a->left >= FAR && a->right < FAR;
     heed_status status = heed_sm90_find_pieces(*a, t->of[0], t->of[1], x);
     if (!status)
         status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, x)
@@ -452,6 +463,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
         return clear_all(p, job.a, x);
     job.L = terms.L, job.delta = terms.delta, job.terms = terms.terms, job.pitch = terms.pitch;
     job.sums = terms.sums, job.turns = terms.turns, job.any_order = x->nondeterministic;
+    job.grouped = t.of[0].grouped;
     status = run(&job, p, t, form, chip.units, x);
     if (status || !job.sums.data || job.leaves)
         return status;

@@ -13,7 +13,7 @@
 #include "scores.cuh"
 #include "tile_sm90.cuh"
 
-constexpr int COLUMNS = 64;
+constexpr int COLUMNS = 64, LEAVING = 16; /* LEAVING: of so many tiles of keys at most, dQ leaves with the last ones */
 
 /* P = 2^(c S - L), or with a softcap (CAPPED) 2^(out tanh(in S) - L). */
 struct score_rule {
@@ -50,6 +50,7 @@ struct backward_job {
     int count, tiles, together; /* tiles of the longest sequence; heads that are worked on at the same time */
     bool any_order;             /* dQ may be summed in: see keep_turns() */
     bool second;                /* the kernel before has waited for all that this one needs */
+    bool grouped;               /* the keys' order is that of group_of() */
 };
 
 /* One tile of own rows of a sequence and the columns that they see, the same for all heads. Of each group of 64 rows:
@@ -66,7 +67,7 @@ struct piece {
     int sums;   /* and its first strip of rows among the sums */
     int turn;   /* of the own rows to add to dQ; */
     int ranges; /* where those of the own rows begin */
-    int alone;  /* from this tile of columns on, they are the first, */
+    int alone;  /* from this tile of columns on, they are the first, or if grouped, after the tile that follows them, */
     int until;  /* and before this one the last */
     int begin[3], end[3], inside[3], outside[3];
 };
@@ -109,6 +110,11 @@ constexpr int TURN_APART = 8;
 
 __device__ inline int place_of(const args &a, int tile, int head) { return (tile * a.Hq + head) * TURN_APART; }
 
+/* Under a causal mask each tile of keys meets two tiles of queries fewer than the one before. Of so many neighbours, if
+ * they are grouped, the last begins and adds to dQ first: who takes the next group began two tiles of queries after the one
+ * that it follows, which is as long as it waits for its turn. By the length of the sequence alone. */
+__device__ inline int group_of(bool grouped, int tiles) { return grouped && tiles > LEAVING ? min(tiles / 8, 16) : 1; }
+
 /* Pieces of the keys or of the queries, in the workspace. */
 struct piece_table {
     int *lengths;
@@ -116,6 +122,7 @@ struct piece_table {
     int2 *ranges;
     int rows, tiles; /* of a piece, of the longest sequence */
     int grid;        /* the first column of a piece is a multiple of this */
+    bool grouped;
 };
 
 /* The workspace, part by part. */

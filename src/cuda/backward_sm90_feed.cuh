@@ -26,7 +26,7 @@ template <class C> __device__ inline void find_piece(const backward_job &p, int 
  * after the other: else keys that meet fewer columns would be further ahead, with each head, of those whose turn is
  * before theirs. Where dQ is summed the last tile is first: then the tiles of keys that lie before come to each tile of
  * queries earlier, whatever the band, and nobody waits long. */
-template <class C> __device__ inline int column_at(const piece &w, int step)
+template <class C, class Work> __device__ inline int column_at(const Work &w, int step)
 {
     return w.start + (C::ADDS ? w.tiles - 1 - step : step) * COLUMNS;
 }
@@ -201,8 +201,13 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         }
         int b, head, tile;
         find_piece<C>(p, number, b, head, tile);
-        if (tile * C::ROWS >= p.lengths[b])
+        const int tiles = (p.lengths[b] + C::ROWS - 1) / C::ROWS;
+        if (tile >= tiles)
             continue;
+        if (C::ADDS) {
+            const int group = group_of(p.grouped, tiles), first = tile / group * group;
+            tile = first + min(first + group, tiles) - 1 - tile;
+        }
         describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head);
         const bool some = C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS;
         int h = 0, step = 0;
@@ -298,15 +303,22 @@ template <class C> __device__ inline void bring_all_terms(const backward_job &p,
     }
 }
 
+/* What who keeps turns needs to know of a piece, in registers: a load from shared memory takes long beside products that
+ * read there, and others wait for their turn. */
+struct turns_of {
+    int start, tiles, columns, turn, alone, tile, turns, sums;
+};
+
 /* Has a tile's dQ, of head h and the rows from `row` on, added to the sums, when those of all keys before have been, and
  * tells the next. In any order, it is enough that the first has stored its own, as nobody zeroes the sums. Where dQ LEAVES
  * with the last keys, these have the sums brought to where their own will be, and then dQ sent out; room: the tile has been
  * given its place, and afterwards, whether the next but one has. */
-template <class C, bool LEAVES>
-__device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, const piece &w, const dq_share &share,
+template <class C, bool LEAVES, class Work>
+__device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, const Work &w, const dq_share &share,
                                  int tile, int h, int row, bool &room)
 {
-    const bool first = LEAVES ? !share.adds(tile) : row / COLUMNS >= w.alone, last = LEAVES && share.leaves(tile);
+    const int after = LEAVES || row / COLUMNS < w.alone ? w.turn : p.grouped ? w.tile + 2 : 0;
+    const bool first = LEAVES ? !share.adds(tile) : after == 0, last = LEAVES && share.leaves(tile);
     const uint32_t stage = shared_address(s.stage[tile % 2]), free = shared_address(&s.stage_free[tile % 2]);
     const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::D * (int)sizeof(float);
     int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
@@ -314,7 +326,7 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
     asm volatile("" : "+l"(sums)); /* known before the turn comes: from then on others wait */
     if (LEAVES && !room && !share.reads(tile))
         arrive(free);
-    while (!first && (p.any_order && !last ? see_turn(turn) == 0 : see_turn(turn) != w.turn))
+    while (!first && (p.any_order && !last ? see_turn(turn) == 0 : see_turn(turn) != after))
         ;
     fence_async_global();
     if (LEAVES && share.reads(tile)) {
@@ -322,12 +334,13 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
         bulk_load(stage, sums, bytes, free);
     }
     wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
-    if (last)
-        for (int strip = 0; strip < COLUMNS / 16; strip++)
-            for (int i = 0; i * 64 < C::D; i++)
-                store_box(strip_at<C>(stage, strip) + i * 2048, p.out.map, i * 64, w.other_row + row + strip * 16,
-                          h * p.out.head_on, w.other_batch * p.out.batch_on);
-    else if (first)
+    if (last) {
+        if constexpr (LEAVES)
+            for (int strip = 0; strip < COLUMNS / 16; strip++)
+                for (int i = 0; i * 64 < C::D; i++)
+                    store_box(strip_at<C>(stage, strip) + i * 2048, p.out.map, i * 64, w.other_row + row + strip * 16,
+                              h * p.out.head_on, w.other_batch * p.out.batch_on);
+    } else if (first)
         bulk_store(sums, stage, bytes);
     else
         bulk_add(sums, stage, bytes);
@@ -347,7 +360,7 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
 }
 
 /* Where dQ is summed, the third and the fourth, for even and odd tiles: it takes longer to take turns than to compute
- * another tile. So a row's sum is always taken in the order of the keys. The keys before are in work or done, as pieces
+ * another tile. So a row's sum is always taken in the same order of the keys. The keys before are in work or done, as pieces
  * of work are taken in their order: somebody always has no one to wait for. */
 template <class C, bool LEAVES> __device__ inline void keep_turns(const backward_job &p, backward_shared<C> &s, int odd)
 {
@@ -360,13 +373,19 @@ template <class C, bool LEAVES> __device__ inline void keep_turns(const backward
         wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
-        const dq_share share = LEAVES ? share_of(p, w, tile) : dq_share{};
-        for (int h = 0, step = 0; step < w.tiles; tile++) {
-            if (tile % 2 == odd)
-                take_turn<C, LEAVES>(p, s, w, share, tile, w.head * p.a.G + h, column_at<C>(w, step), room);
-            if (++h == p.a.G)
-                h = 0, step++;
-        }
+        const auto keep = [&](const auto &w, int head, const dq_share &share) {
+            for (int h = 0, step = 0; step < w.tiles; tile++) {
+                if (tile % 2 == odd)
+                    take_turn<C, LEAVES>(p, s, w, share, tile, head + h, column_at<C>(w, step), room);
+                if (++h == p.a.G)
+                    h = 0, step++;
+            }
+        };
+        if constexpr (LEAVES)
+            keep(w, w.head * p.a.G, share_of(p, w, tile));
+        else
+            keep(turns_of{ w.start, w.tiles, w.columns, w.turn, w.alone, w.tile, w.turns, w.sums }, w.head * p.a.G,
+                 dq_share{});
         arrive(shared_address(&s.work_free[slot]));
     }
 }
