@@ -7,11 +7,6 @@
 
 /* ---- Ways that are switches of the kernels ----------------------------------------------------------------------- */
 
-/* Groups compute exponentials when they like. */
-template <class B> struct unpaced : B {
-    static constexpr bool PACED = false;
-};
-
 /* Registers of producers, of dQ's owner and of the others. */
 template <class B, int FEW_, int SOME_, int MANY_> struct registers : B {
     static constexpr int FEW = FEW_, SOME = SOME_, MANY = MANY_;
@@ -85,7 +80,6 @@ static const variant variants[] = {
     ALL("next S early", 64, sums<64, 2, 4, 4, EARLY | EXACT | AHEAD | OWNER, 3>),
     ALL("dK late", 64, sums<64, 2, 4, 4, LATE | EXACT | AHEAD | OWNER, 3>),
     ALL("not ahead", 64, sums<64, 2, 4, 4, EXACT | OWNER, 3>),
-    ALL("exponentials at any time", 64, unpaced<sums64>),
     ALL("24 72 208 registers", 64, registers<sums64, 24, 72, 208>),
     ALL("32 80 200 registers", 64, registers<sums64, 32, 80, 200>),
     ALL("one head at a time", 64, sums64, 1),
@@ -100,13 +94,11 @@ static const variant variants[] = {
     ALL("owner of dQ, 2 dS", 96, sums96),
     ALL("rounded P", 96, sums<96, 1, 2, 2, AHEAD | OWNER, 2>),
     ALL("dQ alternately", 96, sums<96, 1, 2, 2, AHEAD | EXACT, 2>),
-    ALL("exponentials at any time", 96, unpaced<sums96>),
     ALL("one head at a time", 96, sums96, 1),
     KEYS("2 stages", 96, 128, 2, 2, 2, EARLY | AHEAD),
     KEYS("4 stages", 96, 128, 1, 4, 4, EARLY | AHEAD),
     ALL("owner of dQ, 2 dS", 128, sums128),
     ALL("not ahead", 128, sums<128, 1, 2, 2, OWNER, 2>),
-    ALL("exponentials at any time", 128, unpaced<sums128>),
     ALL("one head at a time", 128, sums128, 1),
     ALL("all heads", 128, sums128, 1 << 30),
     KEYS("2 own tiles, 2 stages", 128, 128, 2, 2, 2),

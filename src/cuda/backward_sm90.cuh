@@ -41,20 +41,6 @@ template <class C> __device__ inline void wait_passed(backward_shared<C> &s, int
     wait(shared_address(&s.pass_full[tile % 2]), tile / 2 & 1);
 }
 
-/* Where dQ is summed, the two groups of keys compute exponentials by turns, tile by tile, and the tensor core works for
- * the other meanwhile: left to themselves they fall into step. To begin with, the second ends what it has not begun. */
-template <class C> __device__ inline void begin_exponentials(int group)
-{
-    if (C::PACED)
-        named_sync(4 + group, 256);
-}
-
-template <class C> __device__ inline void end_exponentials(int group)
-{
-    if (C::PACED)
-        named_arrive(4 + (group + 1) % C::CONSUMERS, 256);
-}
-
 /* meet(piece, its number) for one piece of work after the other, when its own tiles are there. */
 template <class C, class Meet> __device__ inline void meet_pieces(backward_shared<C> &s, Meet meet)
 {

@@ -175,7 +175,7 @@ enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8, OWNER = 16 };
  * tiles of P do. */
 template <bool KEYS_, int D_, int ROWS_, int SLOTS_, int FIRST_, int SECOND_, int WAYS_ = 0, int DS_ = 0, int PASS_ = 0>
 struct backward_shape {
-    static constexpr bool KEYS = KEYS_, ADDS = DS_ != 0, PACED = ADDS; /* PACED: see begin_exponentials() */
+    static constexpr bool KEYS = KEYS_, ADDS = DS_ != 0;
     static constexpr int D = D_, ROWS = ROWS_, SLOTS = SLOTS_, FIRST = FIRST_, SECOND = SECOND_, WAYS = WAYS_, DS = DS_,
                          PASS = PASS_;
     static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, OWNERS = WAYS & OWNER ? 1 : 0,

@@ -35,8 +35,6 @@ template <class T, class C>
 __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile, int count)
 {
     for (; count > 0; count--) {
-        begin_exponentials<C>(x.group);
-        end_exponentials<C>(x.group);
         if constexpr (C::ADDS) {
             const uint32_t none[COLUMNS / 16][4] = {};
             hand_over<C>(s, none, tile, x.group);
@@ -98,7 +96,6 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if (!(C::WAYS & AHEAD))
         x.care = uniform(s.care[tile % C::FIRST][x.group]);
     keep_order(tile);
-    begin_exponentials<C>(x.group);
     if constexpr (C::NARROW) { /* S and dP do not fit in side by side, but the last quarter of S does */
         constexpr int MOST = COLUMNS / 8 * 3, ALL = COLUMNS / 2;
         probabilities_by_column<CAPPED, C::ADDS, 0, MOST>(x.S, L, rule, x.care, range);
@@ -119,7 +116,6 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     wgmma_fence();
     multiply_columns<T, D, COLUMNS>(x.dV, P, dO); /* dV += P^T dO */
     wgmma_commit();
-    end_exponentials<C>(x.group);
     const auto start_next = [&] {
         wait_first(s, tile + 1);
         wgmma_fence();
@@ -233,8 +229,6 @@ template <class T, class C, bool CAPPED>
 __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int group)
 {
     int tile = 0;
-    if (group == C::CONSUMERS - 1)
-        end_exponentials<C>(group);
     meet_pieces<C>(s, [&](const piece &, int n) {
         key_group<C> x;
         x.group = group;
@@ -245,8 +239,6 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int gr
         tile = meet_all<T, C, CAPPED>(p, x, s, tile);
         leave<T, C>(p, x, s);
     });
-    if (group == 0)
-        begin_exponentials<C>(group);
 }
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
