@@ -27,6 +27,15 @@ class Problem:
     def require_grad(self) -> list[torch.Tensor]:
         return [t.requires_grad_() for t in self.differentiable.values()]
 
+    @property
+    def accuracy(self) -> torch.dtype:
+        return accuracy(self.q.dtype, self.options)
+
+
+def accuracy(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
+    """The type whose rounding a result may have: tf32 has as many digits as float16."""
+    return torch.float16 if dtype == torch.float32 and options.get("precision") == "tf32" else dtype
+
 
 class Numbers:
     """Tensors from one drawn seed, in a drawn memory order."""
@@ -115,8 +124,18 @@ def options(draw: Any, n: Numbers, B: int, H: int, S: int, T: int, dtype: torch.
     if draw(st.booleans()):
         o["deterministic"] = draw(st.booleans())
     if maybe(draw):
-        o["precision"] = draw(st.sampled_from(["exact", "plain"]))
+        o["precision"] = draw(st.sampled_from(["exact", "plain", "tf32"]))
     return o
+
+
+@st.composite
+def dropout(draw: Any, device: str) -> dict[str, Any]:
+    """With a seed, as a number or in a tensor; or none."""
+    if draw(st.booleans()):
+        return {}
+    seed = draw(st.integers(0, 2**63 - 1))
+    rate = draw(st.sampled_from([0.125, 0.5]))
+    return {"dropout_p": rate, "dropout_seed": torch.tensor([seed], device=device) if draw(st.booleans()) else seed}
 
 
 @st.composite

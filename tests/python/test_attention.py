@@ -7,7 +7,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Numbers, check_close, dtypes, options, problems
+from problems import Numbers, accuracy, check_close, dropout, dtypes, options, problems
 
 import heed
 
@@ -24,8 +24,8 @@ def test_forward_and_gradients_are_those_of_the_definition(data, device):
     expected, expected_lse = reference.attention(p.q, p.k, p.v, **options)
     dtype = p.q.dtype
     assert o.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    check_close("o", o, expected, dtype)
-    check_close("lse", lse, expected_lse, torch.float32 if dtype != torch.float64 else dtype)
+    check_close("o", o, expected, p.accuracy)
+    check_close("lse", lse, expected_lse, accuracy(lse.dtype, p.options))
 
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     seen = expected_lse > -torch.inf
@@ -37,7 +37,7 @@ def test_forward_and_gradients_are_those_of_the_definition(data, device):
         if name == "bias":
             want = want.nan_to_num(0.0)
         assert grad.dtype == t.dtype and grad.shape == t.shape
-        check_close(f"d{name}", grad, want, dtype if t.dtype != torch.float64 else t.dtype)
+        check_close(f"d{name}", grad, want, p.accuracy)
 
 
 @given(data=st.data())
@@ -54,6 +54,7 @@ def test_a_call_without_gradient_gives_the_same_bits(data, device):
 @settings(max_examples=_EXAMPLES // 2)
 def test_attention_backward_is_what_autograd_gives(data, device):
     p = data.draw(problems(device))
+    p.options |= data.draw(dropout(device))
     o, lse = heed.attention(p.q, p.k, p.v, return_lse=True, **p.options)
     do = torch.randn_like(o)
     dlse = torch.randn_like(lse) if data.draw(st.booleans()) else None
@@ -157,8 +158,7 @@ def test_packed_sequences_take_every_argument(data, device):
     if "lengths_k" in how:
         keys = [data.draw(st.integers(0, most)) for most in keys]
         how["lengths_k"] = torch.tensor(keys, device=device)
-    if data.draw(st.booleans()):
-        how |= {"dropout_p": 0.25, "dropout_seed": data.draw(st.integers(0, 2**63))}
+    how |= data.draw(dropout(device))
     inputs = [q, k, v, *(how[name].requires_grad_() for name in ("bias", "sink") if name in how)]
     kind = data.draw(st.sampled_from([torch.int32, torch.int64]))
     cu_q, cu_k = (
@@ -175,12 +175,17 @@ def test_packed_sequences_take_every_argument(data, device):
     all_o, all_lse = heed.attention(*given, layout="bshd", return_lse=True, **(how | lengths))
     want = torch.cat([all_o[b, :count] for b, count in enumerate(rows)])
     want_lse = torch.cat([all_lse[b, :, :count] for b, count in enumerate(rows)], dim=1)
-    check_close("o", o, want, dtype)
-    check_close("lse", lse, want_lse, torch.float32)
+    near = accuracy(dtype, how)
+    check_close("o", o, want, near)
+    check_close("lse", lse, want_lse, accuracy(lse.dtype, how))
     do, dlse = torch.randn_like(o), torch.where(lse.isinf(), 0.0, torch.randn_like(lse))
     grads = torch.autograd.grad((o, lse), inputs, (do, dlse))
     for grad, wanted in zip(grads, torch.autograd.grad((want, want_lse), inputs, (do, dlse)), strict=True):
-        check_close("gradient", grad, wanted, dtype)
+        check_close("gradient", grad, wanted, near)
+    packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": S, "max_seqlen_k": T}
+    direct = heed.attention_backward(do, q, k, v, o, lse, dlse=dlse, layout="thd", **packed, **how)
+    for grad, other in zip(grads, direct, strict=True):
+        assert torch.equal(grad, other)
 
 
 def test_packed_sequences_take_biases_masks_and_backward(device):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Numbers, check_close, options
+from problems import Numbers, accuracy, check_close, options
 
 import heed
 
@@ -80,8 +80,8 @@ def test_every_option_is_that_of_attention(data, device, paged):
     keys, values = [t[table.long()].flatten(1, 2) for t in cache] if paged else cache
     now = lengths if new_k is None else lengths + new_k.shape[1]
     want, want_lse = heed.attention(q, keys, values, layout="bshd", lengths_k=now, return_lse=True, **how)
-    check_close("o", o, want, q.dtype)
-    check_close("lse", lse, want_lse, torch.float32)
+    check_close("o", o, want, accuracy(q.dtype, how))
+    check_close("lse", lse, want_lse, accuracy(lse.dtype, how))
 
 
 def test_the_options_of_attention_apply(device):

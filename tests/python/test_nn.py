@@ -36,6 +36,11 @@ def test_scaled_dot_product_attention_is_that_of_torch(data, device):
     elif kind != "none":
         mask = torch.randn(*data.draw(st.sampled_from([(S, T), (1, T), (S, 1)])), device=device)
         how["attn_mask"] = mask > -0.5 if kind == "bool" else mask
+    if data.draw(st.booleans()):  # values that are the identity show the weights: some are dropped, the others twice as large
+        eye = torch.eye(T, device=device).expand(*keys[:-1], T)
+        weights = heed.scaled_dot_product_attention(q, k, eye, **how)
+        dropped = heed.scaled_dot_product_attention(q, k, eye, dropout_p=0.5, **how)
+        assert torch.allclose(dropped, torch.where(dropped > 0, 2 * weights, 0.0), atol=1e-5)
     o = heed.scaled_dot_product_attention(q, k, v, **how)
     want = F.scaled_dot_product_attention(q, k, v, **how)
     assert o.shape == want.shape and torch.allclose(o, want, atol=2e-5)
@@ -87,8 +92,9 @@ def test_attention_module_is_its_formula(data, device):
     lengths = drawn.get("lengths_k")
     layer = heed.nn.Attention(
         E, H, num_kv_heads=None if G == H else G, head_dim=D if given_heads else None, context_dim=context_dim,
-        bias=data.draw(st.booleans()), rotary=rotary, device=device, dtype=torch.float32, **shared,
-    )  # fmt: skip
+        bias=data.draw(st.booleans()), rotary=rotary, device=device, dtype=torch.float32,
+        dropout=data.draw(st.sampled_from([0.0, 0.5])), **shared,
+    ).train(data.draw(st.booleans()))  # fmt: skip
     x = n.normal(B, S, E).to(device).requires_grad_()
     context = None if context_dim is None else n.normal(B, T, context_dim).to(device)
     positions = None
@@ -103,8 +109,13 @@ def test_attention_module_is_its_formula(data, device):
         base = 10000.0 if rotary is True else rotary
         rows, keys = (torch.arange(m, device=device) if positions is None else positions for m in (S, T))
         q, k = turned(q, rows, base), turned(k, keys, base)
-    o, _ = reference.attention(q, k, v, layout="bshd", lengths_k=lengths, **shared, **extra)
+    if layer.training and layer.dropout:  # what is dropped is heed.attention's business
+        torch.manual_seed(7)
+        o = heed.attention(q, k, v, layout="bshd", lengths_k=lengths, dropout_p=0.5, **shared, **extra)
+    else:
+        o, _ = reference.attention(q, k, v, layout="bshd", lengths_k=lengths, **shared, **extra)
     want = layer.out(o.float().flatten(-2))
+    torch.manual_seed(7)
     y = layer(x, context, lengths=lengths, positions=positions, **extra)
     assert torch.allclose(y, want, atol=1e-4)
     inputs = [x, *layer.parameters()]

@@ -58,6 +58,23 @@ def test_the_same_call_gives_the_same_bits(data, device):
         assert torch.equal(a, b)
 
 
+@given(data=st.data(), threads=st.integers(1, 5))
+@_FEW
+def test_the_number_of_threads_does_not_matter(data, device, threads):
+    p = data.draw(problems(device))
+    p.options.pop("deterministic", None)
+    inputs, runs = p.require_grad(), []
+    try:
+        for count in (threads, 1):
+            heed.set_threads(count)
+            o = heed.attention(p.q, p.k, p.v, **p.options)
+            runs.append((o, *torch.autograd.grad(o, inputs, torch.ones_like(o))))
+    finally:
+        heed.set_threads(0)
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
 @given(data=st.data(), size=st.sampled_from([1e-30, 1.0, 1e4, 3e37]))
 @_FEW
 def test_no_input_of_any_size_gives_nan_or_inf(data, device, size):
