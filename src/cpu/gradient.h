@@ -117,8 +117,8 @@ static void grade(meanwhile *work)
     u->row++;
 }
 
-/* S and dP of a piece, and meanwhile P and dS of the one before. */
-static void score_piece(piece *u, meanwhile *before)
+/* S and dP of a piece, which are late unless scores change, and meanwhile P and dS of the one before. */
+static void score_piece(piece *u, meanwhile *before, late_sums *late)
 {
     backward_block *b = u->b;
     const job *j = &b->x->j;
@@ -126,9 +126,11 @@ static void score_piece(piece *u, meanwhile *before)
     int64_t ku = units_of(p->D) * PANEL, vu = units_of(p->Dv) * PANEL;
     right K = { b->Kt, PANEL, ku * PLANES, ku }, V = { b->Vt, PANEL, vu * PLANES, vu };
     ahead *next = b->next.count ? &b->next : NULL;
-    multiply_panel(u->S, LDP, b->Q, right_from(K, 0, u->c), u->rows, ku / PANEL, before, next);
-    multiply_panel(u->dS, LDP, b->dO, right_from(V, 0, u->c), u->rows, vu / PANEL, before, next);
+    multiply_panel(late, u->S, LDP, b->Q, right_from(K, 0, u->c), u->rows, ku / PANEL, before, next);
+    multiply_panel(late, u->dS, LDP, b->dO, right_from(V, 0, u->c), u->rows, vu / PANEL, before, next);
     u->graded = j->changes || p->drop_below;
+    if (u->graded)
+        store_late(late);
     for (int64_t r = 0; r < u->rows && u->graded; r++)
         gradient_row(b, u->r0 + r, u->S + r * LDP, u->dS + r * LDP, b->n0 + u->c, 0, PANEL, u->whole, NULL);
 }
@@ -159,6 +161,7 @@ static void score_block(backward_block *b)
     const heed_problem *p = b->x->j.p;
     source q = rows_of(p, &b->span, &p->a.q, b->h, p->D), d_o = rows_of(p, &b->span, &p->g.d_o, b->h, p->Dv);
     piece pieces[2], *before = NULL;
+    late_sums late = { .to = NULL };
     for (int64_t i = 0; i < BC / PANEL; i++)
         b->seen[i] = (tile_range){ 0, -1 };
     for (int64_t t = 0; t < b->tiles; t++) {
@@ -176,13 +179,14 @@ static void score_block(backward_block *b)
             float *room = b->P + (u - pieces) * 2 * MR * LDP;
             *u = (piece){ .work = { grade }, .b = b, .S = room, .dS = room + MR * LDP, .r0 = r0, .rows = rows, .c = c };
             u->whole = all_first <= b->n0 + c && all_last >= b->n0 + c + PANEL;
-            score_piece(u, before ? &before->work : NULL);
+            score_piece(u, before ? &before->work : NULL, &late);
             if (before)
                 finish_piece(before);
             note_seen(b, c, t);
             before = u;
         }
     }
+    store_late(&late);
     if (before)
         finish_piece(before);
 }

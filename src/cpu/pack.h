@@ -12,8 +12,9 @@ static inline int64_t units_of(int64_t n) { return round_up((n + PER_UNIT - 1) /
 /* Floats for key rows of a head as panels of `dim` columns. */
 static inline int64_t panels_size(int64_t keys, int64_t dim) { return round_up(keys, PANEL) * units_of(dim) * PLANES; }
 
-/* Floats from one unit of stacked rows to the next, and of so many rows. */
-static inline int64_t stacked_ld(int64_t width) { return width * PLANES + (HEED_SPLIT ? W : 0); }
+/* Floats from one unit of stacked rows to the next, and of so many rows. AMX reads 16 of them for 64 bytes each, which powers
+ * of two would crowd into a few sets of the first cache. */
+static inline int64_t stacked_ld(int64_t width) { return width * PLANES + (HEED_AMX ? W : 0); }
 static inline int64_t stacked_size(int64_t rows, int64_t width)
 {
     return round_up(rows, HEED_SPLIT ? 2 * W : PER_UNIT) / PER_UNIT * stacked_ld(width);
@@ -210,7 +211,7 @@ static void pack_stacked(float *to, const source *x, int64_t first, int64_t last
 #if HEED_DOT
     uint16_t pair[2][HEED_MAX_HEAD_DIM + 2 * W];
     int direct = x->t->stride[3] == 1 && x->dim % W == 0 && x->t->dtype == HEED_BF16;
-    for (int64_t n = first; n < last; n += 2, to += width) {
+    for (int64_t n = first; n < last; n += 2, to += stacked_ld(width)) {
         const uint16_t *a = pair[0], *b = pair[1];
         if (direct && n + 1 < last)
             a = (const uint16_t *)(const void *)source_row(x, n),

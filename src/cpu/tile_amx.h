@@ -62,48 +62,121 @@ typedef struct amx_left {
     int64_t ld, next, steps, left_over, plane;
 } amx_left;
 
-INLINE void load_left(const int low, const float *a, const float *a_low, long bytes)
-{
-    _tile_loadd(A0, a, bytes);
-    if (low)
-        _tile_loadd(A1, a_low, bytes);
-}
+/* Sums that are still in their registers. Storing four registers takes as long as four products, which do not wait for it
+ * where the sums that follow begin one by one: each as soon as its register is stored. With `keep` they then meet C. */
+typedef struct late_sums {
+    float *to; /* NULL: none */
+    int64_t ld;
+    int low, wide;
+    float *C;
+    int64_t ldc;
+    const float *keep;
+} late_sums;
 
-INLINE void load_right(const int wide, const float *b, long bytes)
+INLINE void add_to_kept(late_sums *late, int64_t rows)
 {
-    _tile_loadd(B0, b, bytes);
-    if (wide)
-        _tile_loadd(B1, b + W, bytes);
-}
-
-INLINE void add_products(const int low, const int wide)
-{
-    _tile_dpbf16ps(C00, A0, B0);
-    if (wide)
-        _tile_dpbf16ps(C01, A0, B1);
-    if (low) {
-        _tile_dpbf16ps(C10, A1, B0);
-        if (wide)
-            _tile_dpbf16ps(C11, A1, B1);
+    for (int64_t i = 0; i < rows; i++) {
+        float *c = late->C + i * late->ldc;
+        vec k = vec_set1(late->keep == keep_all ? 1 : late->keep[i]);
+        for (int64_t w = 0; w < (1 + late->wide) * W; w += W)
+            vec_store(c + w, vec_fma(k, vec_load(c + w), vec_load(late->to + i * late->ld + w)));
     }
 }
 
-#if HEED_SPLIT
-/* C += A B over whole steps, where a = a0 + a1 + a2 and b = b0 + b1 + b2, each part some 2^-8 of the one before: of the nine
- * products six count. Four instructions take 64 cycles, in which vectors are free for a piece of other work. */
-INLINE void sum_steps(const int low, const int wide, const amx_left *A, const float *b, int64_t ldb, int64_t b_plane,
-                      meanwhile *work, ahead *next)
+/* All of it, before something else needs the registers or the sums. */
+INLINE void store_late(late_sums *late)
 {
+    const long bytes = (long)(late->ld * 4);
+    if (!late->to)
+        return;
+    _tile_stored(C00, late->to, bytes);
+    if (late->wide)
+        _tile_stored(C01, late->to + W, bytes);
+    if (late->low) { /* a register without rows must not be named */
+        _tile_stored(C10, late->to + 16 * late->ld, bytes);
+        if (late->wide)
+            _tile_stored(C11, late->to + 16 * late->ld + W, bytes);
+    }
+    memory_is_written();
+    if (late->keep)
+        add_to_kept(late, shaped);
+    late->to = NULL;
+}
+
+/* A register's old sums to memory; its new ones begin with what C has, or with nothing. */
+#define TURN(tile, row, column)                                                                                        \
+    do {                                                                                                               \
+        if (late->to)                                                                                                  \
+            _tile_stored(tile, late->to + (row)*late->ld + (column), late_bytes);                                      \
+        if (onto)                                                                                                      \
+            _tile_loadd(tile, onto + (row)*ldc + (column), c_bytes);                                                   \
+        else                                                                                                           \
+            _tile_zero(tile);                                                                                          \
+    } while (0)
+
+/* Four products. With `late` they are the first of their sums. */
+INLINE void add_products(const int low, const int wide, const int load_a, const int load_b, const float *a,
+                         const float *a_low, long a_bytes, const float *b, long b_bytes, late_sums *late,
+                         const float *onto, int64_t ldc)
+{
+    const long late_bytes = late ? (long)(late->ld * 4) : 0, c_bytes = (long)(ldc * 4);
+    if (load_b)
+        _tile_loadd(B0, b, b_bytes);
+    if (load_a)
+        _tile_loadd(A0, a, a_bytes);
+    if (late)
+        TURN(C00, 0, 0);
+    _tile_dpbf16ps(C00, A0, B0);
+    if (low) {
+        if (load_a)
+            _tile_loadd(A1, a_low, a_bytes);
+        if (late)
+            TURN(C10, 16, 0);
+        _tile_dpbf16ps(C10, A1, B0);
+    }
+    if (wide) {
+        if (load_b)
+            _tile_loadd(B1, b + W, b_bytes);
+        if (late)
+            TURN(C01, 0, W);
+        _tile_dpbf16ps(C01, A0, B1);
+        if (low) {
+            if (late)
+                TURN(C11, 16, W);
+            _tile_dpbf16ps(C11, A1, B1);
+        }
+    }
+}
+
+/* Sums over whole steps, the first of which begins them where `late` is given. */
+INLINE void sum_steps(const int low, const int wide, const amx_left *A, const float *b, int64_t ldb, int64_t b_plane,
+                      meanwhile *work, ahead *next, late_sums *late, const float *onto, int64_t ldc)
+{
+    /* With HEED_SPLIT a = a0 + a1 + a2 and b = b0 + b1 + b2, each part some 2^-8 of the one before: of the nine products six
+     * count. Four instructions take 64 cycles, in which vectors are free for a piece of other work. */
+    static const int of_a[] = { 0, 0, 1, 1, 2, 0 }, of_b[] = { 2, 1, 1, 0, 0, 0 };
     const float *a = A->data, *a_low = A->low;
     const long a_bytes = (long)(A->ld * 4), b_bytes = (long)(ldb * 4);
     for (int64_t s = 0; s < A->steps; s++, a += A->next, a_low += A->next, b += STEP * ldb) {
-        const int of_a[] = { 0, 0, 1, 1, 2, 0 }, of_b[] = { 2, 1, 1, 0, 0, 0 };
-        each(i, 6) {
-            if (i == 0 || of_a[i] != of_a[i - 1])
-                load_left(low, a + of_a[i] * A->plane, a_low + of_a[i] * A->plane, a_bytes);
-            if (i == 0 || of_b[i] != of_b[i - 1])
-                load_right(wide, b + of_b[i] * b_plane, b_bytes);
-            add_products(low, wide);
+        if (!HEED_SPLIT) {
+            if (late && s == 0)
+                add_products(low, wide, 1, 1, a, a_low, a_bytes, b, b_bytes, late, onto, ldc);
+            else
+                add_products(low, wide, 1, 1, a, a_low, a_bytes, b, b_bytes, NULL, NULL, 0);
+        }
+        each(i, HEED_SPLIT ? 6 : 0) {
+            const int load_a = i == 0 || of_a[i] != of_a[i - 1], load_b = i == 0 || of_b[i] != of_b[i - 1];
+            const float *x = a + of_a[i] * A->plane, *y = b + of_b[i] * b_plane;
+            const float *x_low = a_low + of_a[i] * A->plane;
+            if (i == 0 && late && s == 0)
+                add_products(low, wide, 1, 1, x, x_low, a_bytes, y, b_bytes, late, onto, ldc);
+            else
+                add_products(low, wide, load_a, load_b, x, x_low, a_bytes, y, b_bytes, NULL, NULL, 0);
+            if (i == 0 && late && s == 0) {
+                memory_is_written();
+                if (late->to && late->keep)
+                    add_to_kept(late, shaped);
+            }
             if (work)
                 work->step(work);
             if (next && i % 3 == 1)
@@ -111,32 +184,15 @@ INLINE void sum_steps(const int low, const int wide, const amx_left *A, const fl
         }
     }
 }
-#else
-/* C += A B over whole steps. */
-INLINE void sum_steps(const int low, const int wide, const amx_left *A, const float *b, int64_t ldb, int64_t b_plane,
-                      meanwhile *work, ahead *next)
-{
-    const float *a = A->data, *a_low = A->low;
-    (void)b_plane, (void)work, (void)next;
-    for (int64_t s = 0; s < A->steps; s++, a += A->next, a_low += A->next, b += STEP * ldb) {
-        load_left(low, a, a_low, (long)(A->ld * 4));
-        load_right(wide, b, (long)(ldb * 4));
-        add_products(low, wide);
-    }
-}
-#endif
 
-INLINE void product(const int low, const int wide, float *C, int64_t ldc, const amx_left *A, const float *B,
-                    int64_t ldb, int64_t b_plane, meanwhile *work, ahead *next)
+/* C = A B, or onto + A B; late, and first what was late before, whose rows and columns are as many. */
+INLINE void product(const int low, const int wide, late_sums *late, float *to, int64_t ld, const float *onto,
+                    const amx_left *A, const float *B, int64_t ldb, int64_t b_plane, meanwhile *work, ahead *next)
 {
     _Alignas(64) float rest[2 * HALF];
-    _tile_zero(C00);
-    _tile_zero(C01);
-    if (low) { /* a register without rows must not be named */
-        _tile_zero(C10);
-        _tile_zero(C11);
-    }
-    sum_steps(low, wide, A, B, ldb, b_plane, work, next);
+    if (late->low != low || late->wide != wide)
+        store_late(late);
+    sum_steps(low, wide, A, B, ldb, b_plane, work, next, late, onto, ld);
     if (!HEED_SPLIT && A->left_over) {
         const amx_left last = { .data = A->rest, .low = A->rest + HALF, .ld = STEP, .steps = 1 };
         for (int64_t k = 0; k < STEP; k++)
@@ -144,17 +200,12 @@ INLINE void product(const int low, const int wide, float *C, int64_t ldc, const 
                 vec_store(rest + k * PANEL + n * W,
                           k < A->left_over ? vec_load(B + (A->steps * STEP + k) * ldb + n * W) : vec_zero());
         memory_is_written();
-        sum_steps(low, wide, &last, rest, PANEL, 0, NULL, NULL);
+        if (A->steps)
+            sum_steps(low, wide, &last, rest, PANEL, 0, NULL, NULL, NULL, NULL, 0);
+        else
+            sum_steps(low, wide, &last, rest, PANEL, 0, NULL, NULL, late, onto, ld);
     }
-    const long c_bytes = (long)(ldc * 4);
-    _tile_stored(C00, C, c_bytes);
-    if (wide)
-        _tile_stored(C01, C + W, c_bytes);
-    if (low) {
-        _tile_stored(C10, C + 16 * ldc, c_bytes);
-        if (wide)
-            _tile_stored(C11, C + 16 * ldc + W, c_bytes);
-    }
+    *late = (late_sums){ .to = to, .ld = ld, .low = low, .wide = wide };
 }
 
 /* Rows as they are needed, from columns: 16 x 16 units at a time. */
@@ -189,33 +240,46 @@ static amx_left left_of(float *room, left A, int64_t R, int64_t K)
     return a;
 }
 
+/* C_r = keep[r] C_r, r < rows: most are 1. */
+static void scale_rows(float *C, int64_t ldc, int64_t rows, int64_t vecs, const float *keep)
+{
+    for (int64_t r = 0; r < rows; r++, C += ldc)
+        for (int64_t c = 0; keep[r] != 1 && c < vecs * W; c += W)
+            vec_store(C + c, vec_mul(vec_set1(keep[r]), vec_load(C + c)));
+    memory_is_written();
+}
+
 /* As tile.h says: C [rows x vecs W] = A B, or keep C + A B; K in units, of which a transposed A has at most BQ / 2. */
 INLINE void multiply_all(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K,
                          const float *keep, meanwhile *work, ahead *next)
 {
     _Alignas(64) float room[MOST_STEPS * 2 * HALF], sums[32 * PANEL];
+    late_sums late = { .to = NULL };
     int64_t count = tile_count(rows, MR);
+    int apart = HEED_SPLIT && keep; /* short sums are more exact */
+    if (!HEED_SPLIT && keep && keep != keep_all)
+        scale_rows(C, ldc, rows, vecs, keep);
     for (int64_t t = 0; t < count; t++) {
         int64_t r = tile_begin(rows, count, t), R = tile_begin(rows, count, t + 1) - r;
+        if (shaped != R)
+            store_late(&late);
         amx_left a = left_of(room, left_from(A, r, 0), R, K);
         shape_tiles((int)R);
         for (int64_t n = 0; n < vecs; n += NR) {
-            float *c = C + r * ldc + n * W, *to = keep ? sums : c;
-            int64_t N = HEED_MIN(NR, vecs - n), ld = keep ? PANEL : ldc;
+            float *c = C + r * ldc + n * W, *to = apart ? sums : c, *onto = keep && !apart ? c : NULL;
+            int64_t N = HEED_MIN(NR, vecs - n), ld = apart ? PANEL : ldc;
             const float *b = B.data + n / NR * B.next;
             if (R > 16)
-                N == 2 ? product(1, 1, to, ld, &a, b, B.ld, B.plane, work, next)
-                       : product(1, 0, to, ld, &a, b, B.ld, B.plane, work, next);
+                N == 2 ? product(1, 1, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next)
+                       : product(1, 0, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next);
             else
-                N == 2 ? product(0, 1, to, ld, &a, b, B.ld, B.plane, work, next)
-                       : product(0, 0, to, ld, &a, b, B.ld, B.plane, work, next);
-            for (int64_t i = 0; keep && i < R; i++) {
-                vec k = vec_set1(keep == keep_all ? 1 : keep[r + i]);
-                for (int64_t w = 0; w < N * W; w += W)
-                    vec_store(c + i * ldc + w, vec_fma(k, vec_load(c + i * ldc + w), vec_load(sums + i * PANEL + w)));
-            }
+                N == 2 ? product(0, 1, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next)
+                       : product(0, 0, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next);
+            if (apart)
+                late.C = c, late.ldc = ldc, late.keep = keep == keep_all ? keep : keep + r;
         }
     }
+    store_late(&late);
 }
 
 static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
@@ -238,17 +302,19 @@ static void multiply_meanwhile(float *C, int64_t ldc, left A, right B, int64_t r
 }
 
 #if HEED_SPLIT
-/* A panel of C, up to MR rows. */
-static void multiply_panel(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t K, meanwhile *work,
-                           ahead *next)
+/* A panel of C, up to MR rows, which is late. */
+static void multiply_panel(late_sums *late, float *C, int64_t ldc, left A, right B, int64_t rows, int64_t K,
+                           meanwhile *work, ahead *next)
 {
     const amx_left a = { A.data, A.data + 16 * A.ld, NULL, A.ld, STEP, K / STEP, 0, A.plane };
     memory_is_written();
+    if (shaped != rows)
+        store_late(late);
     shape_tiles((int)rows);
     if (rows > 16)
-        product(1, 1, C, ldc, &a, B.data, B.ld, B.plane, work, next);
+        product(1, 1, late, C, ldc, NULL, &a, B.data, B.ld, B.plane, work, next);
     else
-        product(0, 1, C, ldc, &a, B.data, B.ld, B.plane, work, next);
+        product(0, 1, late, C, ldc, NULL, &a, B.data, B.ld, B.plane, work, next);
 }
 #endif
 
@@ -258,6 +324,7 @@ static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vec
     multiply_meanwhile(C, LDS, A, B, rows, vecs, K, work);
 }
 
+#undef TURN
 #undef C00
 #undef C01
 #undef C10
