@@ -10,6 +10,9 @@ from heed import _C
 from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, type_name
 
 
+_CPU = 1  # of DLPack's devices
+
+
 def _library(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
@@ -68,11 +71,18 @@ def _prepare(a: Arguments) -> Arguments:
     return a._replace(**changes)
 
 
-def _to_numpy(a: Arguments) -> Arguments:
+def _to_numpy(name: str, value: Any) -> Any:
+    """The same memory as a NumPy array. One of a GPU would be copied, and is refused."""
     import numpy
 
+    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] != _CPU:
+        raise ValueError(f"{name}: is a {type_name(value)} on a GPU, expected the CPU; on a GPU CuPy or PyTorch")
+    return numpy.asarray(value)
+
+
+def _all_to_numpy(a: Arguments) -> Arguments:
     changes: dict[str, Any] = {
-        name: numpy.asarray(value)
+        name: _to_numpy(name, value)
         for name in TENSORS
         if (value := getattr(a, name)) is not None and not isinstance(value, int)
     }
@@ -92,7 +102,7 @@ def _is_jax(value: Any) -> bool:
 
 def attention(return_lse: bool, a: Arguments) -> Any:
     if _is_jax(a.q):
-        return _from_numpy(a.q, _C.forward(None, return_lse, *_prepare(_to_numpy(a))))
+        return _from_numpy(a.q, _C.forward(None, return_lse, *_prepare(_all_to_numpy(a))))
     return _C.forward(None, return_lse, *_prepare(a))
 
 
@@ -101,8 +111,7 @@ def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tu
         raise ValueError("dropout_seed: is None, expected the seed of the forward call")
     wants = (True, True, True, a.bias is not None, a.sink is not None)
     if _is_jax(a.q):
-        import numpy
-
-        do, dlse, o, lse = (None if t is None else numpy.asarray(t) for t in (do, dlse, o, lse))
-        return _from_numpy(a.q, _C.backward(do, dlse, o, lse, wants, *_prepare(_to_numpy(a))))
+        named = (("do", do), ("dlse", dlse), ("o", o), ("lse", lse))
+        given = (None if t is None else _to_numpy(name, t) for name, t in named)
+        return _from_numpy(a.q, _C.backward(*given, wants, *_prepare(_all_to_numpy(a))))
     return _C.backward(do, dlse, o, lse, wants, *_prepare(a))

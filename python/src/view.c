@@ -93,8 +93,12 @@ static int dtype_of_format(const char *format, Py_ssize_t size, dl_dtype *dtype)
 static int open_buffer(view *v, PyObject *object, const char *name, int writable)
 {
     Py_buffer *b = &v->held.buffer;
-    if (PyObject_GetBuffer(object, b, PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)))
+    if (PyObject_GetBuffer(object, b, PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0))) {
+        if (PyErr_ExceptionMatches(PyExc_BufferError))
+            PyErr_Format(PyExc_ValueError, "%s: is a %R that does not let its memory be %s", name, Py_TYPE(object),
+                         writable ? "written" : "read");
         return -1;
+    }
     int bad = dtype_of_format(b->format, b->itemsize, &v->dtype);
     if (bad)
         PyErr_Format(PyExc_TypeError, "%s: elements of format '%s' are none that heed knows", name, b->format);
@@ -189,7 +193,8 @@ static int open_any(view *v, PyObject *object, const char *name, int writable)
             return 0;
         return view_exchange->borrow(object, &t) ? -1 : from_dlpack(v, &t, name);
     }
-    if (PyObject_CheckBuffer(object))
+    /* CuPy's arrays are buffers as well, for memory that the CPU sees too. */
+    if (PyObject_CheckBuffer(object) && !PyObject_HasAttrString(object, "__cuda_array_interface__"))
         return open_buffer(v, object, name, writable);
     if (!PyObject_HasAttrString(object, "__dlpack__")) {
         PyErr_Format(PyExc_TypeError, "%s: is %R, expected a tensor or an array", name, Py_TYPE(object));

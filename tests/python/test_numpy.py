@@ -198,3 +198,45 @@ def test_jax_arrays(monkeypatch):
     np.testing.assert_array_equal(np.asarray(o), heed.attention(q, k, v, causal=True))
     grads = heed.attention_backward(o, *map(jnp.asarray, (q, k, v)), o, lse, causal=True)
     assert all(isinstance(g, jnp.ndarray) for g in grads)
+    with pytest.raises(ValueError, match="output: is a .* that does not let its memory be written"):
+        heed.self_attention(jnp.ones((2, 64)), jnp.ones((2, 64)))
+
+
+def test_arrays_of_jax_on_a_gpu_are_not_copied():
+    class Array:  # as JAX's are, as far as heed looks
+        __module__ = "jaxlib"
+        dtype = np.dtype("float32")
+
+        def __dlpack_device__(self):
+            return 2, 0
+
+        def __array__(self, *how, **more):
+            raise AssertionError("copied to the CPU")
+
+    q = Array()
+    with pytest.raises(ValueError, match="q: is a .*Array on a GPU, expected the CPU"):
+        heed.attention(q, q, q)
+    with pytest.raises(ValueError, match="do: is a .*Array on a GPU, expected the CPU"):
+        heed.attention_backward(q, q, q, q, q, q)
+
+
+def test_cupy_arrays(device):
+    """Read and written where they lie, on CuPy's stream, forward and backward."""
+    cupy = pytest.importorskip("cupy")
+    if device != "cuda":
+        pytest.skip("CuPy's arrays are on a GPU")
+    q, k, v = arrays(2, 4, 33, 16)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        given = [cupy.asarray(x) for x in (q, k, v)]
+        o, lse = heed.attention(*given, causal=True, return_lse=True)
+        grads = heed.attention_backward(cupy.ones_like(o), *given, o, lse, causal=True)
+        turned = heed.attention(*(x.transpose(0, 2, 1, 3) for x in given), layout="bshd", causal=True)
+        stream.synchronize()
+    assert all(isinstance(x, cupy.ndarray) for x in (o, lse, *grads))
+    want, want_lse = heed.attention(q, k, v, causal=True, return_lse=True)
+    wanted = heed.attention_backward(np.ones_like(want), q, k, v, want, want_lse, causal=True)
+    for got, expected in zip((o, lse, *grads), (want, want_lse, *wanted), strict=True):
+        np.testing.assert_allclose(got.get(), expected, atol=1e-5)
+    np.testing.assert_array_equal(turned.get().transpose(0, 2, 1, 3), o.get())
+    with pytest.raises(TypeError, match="k: is a .*ndarray, expected what q is"):
+        heed.attention(given[0], k, given[2])
