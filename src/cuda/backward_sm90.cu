@@ -3,156 +3,7 @@
  * sums in memory (backward_sm90fused.cu), and what comes before and after it. */
 #include "backward_sm90.cuh"
 
-/* ---- L and delta ------------------------------------------------------------------------------------------------- */
-
-struct term_rows {
-    float *L, *delta; /* [batches][Hq][pitch] */
-    uint4 *terms;     /* as many, where dQ is summed, of -L / c and -delta: both_terms() */
-    float inverse;    /* 1 / c */
-    dq_sums sums;
-    int *turns;    /* of as many places: they start at 0, as do */
-    int *counters; /* of the two kernels that follow */
-    int places, rows, pitch;
-    int64_t heads; /* batches * Hq */
-};
-
-template <class T> __device__ inline float dot_product(uint4 x, uint4 y)
-{
-    const uint32_t a[4] = { x.x, x.y, x.z, x.w }, b[4] = { y.x, y.y, y.z, y.w };
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 u = unpack2<T>(a[i]), v = unpack2<T>(b[i]);
-        sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
-    }
-    return sum;
-}
-
-constexpr int TURNS = 4; /* rows for each group of lanes: all are asked for before any is used */
-
-/* LANES lanes for each row, 8 columns for each. In the end a quarter of them has the sum of each row. */
-template <class T, int LANES>
-__global__ void __launch_bounds__(256) find_terms(const __grid_constant__ args a, const __grid_constant__ term_rows t)
-{
-    constexpr int GROUPS = 256 / LANES, SHARE = LANES / TURNS;
-    const int chunks = (t.rows + GROUPS * TURNS - 1) / (GROUPS * TURNS), bh = blockIdx.x / chunks;
-    const int first = (blockIdx.x - bh * chunks) * GROUPS * TURNS + threadIdx.x / LANES;
-    const int b = bh / a.Hq, h = bh - b * a.Hq, lane = threadIdx.x % LANES, own = first + lane / SHARE * GROUPS;
-    const T *const x = (const T *)a.o.data + row_at(a.o, b, h, first);
-    const T *const y = (const T *)a.d_o.data + row_at(a.d_o, b, h, first);
-    const int c = lane * 8, columns = a.delta.data ? 0 : min(8, a.Dv - c);
-    uint4 o[TURNS], d_o[TURNS];
-    float sum[TURNS], lse = 0.0f, delta = 0.0f;
-    let_next_start();
-#pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-        o[turn] = d_o[turn] = make_uint4(0, 0, 0, 0);
-        if (columns == 8 && first + turn * GROUPS < t.rows) {
-            o[turn] = __ldcs((const uint4 *)(x + turn * GROUPS * a.o.stride[2] + c)); /* nobody asks again */
-            d_o[turn] = *(const uint4 *)(y + turn * GROUPS * a.d_o.stride[2] + c);
-        }
-    }
-    if (own < t.rows) {
-        lse = load(a.lse, row_at(a.lse, b, h, own));
-        delta = a.delta.data   ? load(a.delta, row_at(a.delta, b, h, own))
-                : a.d_lse.data ? -load(a.d_lse, row_at(a.d_lse, b, h, own))
-                               : 0.0f;
-    }
-    if (blockIdx.x == 0 && threadIdx.x < 2)
-        t.counters[threadIdx.x] = 0;
-    for (int64_t n = (int64_t)blockIdx.x * 256 + threadIdx.x; t.sums.data && n < t.places;
-         n += (int64_t)gridDim.x * 256)
-        t.turns[n * TURN_APART] = 0;
-#pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-        sum[turn] = dot_product<T>(o[turn], d_o[turn]);
-        if (columns < 8 && first + turn * GROUPS < t.rows)
-            for (int e = c; e < c + columns; e++)
-                sum[turn] = fmaf((float)x[turn * GROUPS * a.o.stride[2] + e],
-                                 (float)y[turn * GROUPS * a.d_o.stride[2] + e], sum[turn]);
-    }
-#pragma unroll
-    for (int rows = TURNS / 2, lanes = LANES / 2; rows; rows /= 2, lanes /= 2) /* half of them keep half of the rows */
-#pragma unroll
-        for (int r = 0; r < rows; r++) {
-            const bool high = threadIdx.x & lanes;
-            const float given = __shfl_xor_sync(~0u, high ? sum[r] : sum[r + rows], lanes);
-            sum[r] = (high ? sum[r + rows] : sum[r]) + given;
-        }
-#pragma unroll
-    for (int lanes = SHARE / 2; lanes; lanes /= 2)
-        sum[0] += __shfl_xor_sync(~0u, sum[0], lanes);
-    if (lane % SHARE == 0 && own < t.rows) {
-        /* A row that saw no key has L = +inf, so P = 0. Else L is kept finite, so that c S - L is not inf - inf. */
-        const float L = -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
-        const bool none = lse == -CUDART_INF_F;
-        const int64_t at = (int64_t)bh * t.pitch + own;
-        t.L[at] = none ? CUDART_INF_F : L;
-        t.delta[at] = none ? 0.0f : delta + sum[0];
-        if (t.terms)
-            t.terms[at] = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse,
-                                     none ? 0.0f : -(delta + sum[0]));
-    }
-    wait_for_last(); /* so that who waits for this kernel has waited for the pieces of work, too */
-}
-
-template <class T> static heed_status launch_terms(const args &a, const term_rows &t, const heed_exec *x)
-{
-    const int lanes = a.Dv <= 64 ? 8 : a.Dv <= 128 ? 16 : 32;
-    return launch_next(lanes == 8    ? find_terms<T, 8>
-                       : lanes == 16 ? find_terms<T, 16>
-                                     : find_terms<T, 32>,
-                       t.heads * tiles_of(t.rows, 256 / lanes * TURNS), 256, 0, x, a, t);
-}
-
-/* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
-
-/* A block for each tile of each head; each thread takes 8 columns of two rows at a time. */
-template <class T>
-__global__ void __launch_bounds__(128)
-    finish_dq(const __grid_constant__ args a, const __grid_constant__ term_rows t, int tiles)
-{
-    const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
-    wait_for_last();
-    const int groups = t.sums.width / 8, strip = piece_at(a, false, 16, b, 0);
-    const span q = span_of(a, b);
-    const bool any = t.turns[place_of(a, piece_at(a, false, COLUMNS, b, tile), h)]; /* else nothing is there */
-    for (int n = threadIdx.x; n < COLUMNS / 2 * groups; n += 128) {
-        const int i = tile * COLUMNS + n / (8 * groups) * 16 + n % 8, group = n / 8 % groups, columns = a.D - group * 8;
-        if (i >= q.rows || columns <= 0)
-            continue;
-        const float *from = t.sums.at(h, strip, i) + group * 128 + n % 8 * 16;
-        float y[2][8];
-#pragma unroll
-        for (int lane = 0; lane < 4; lane++) {
-            const float4 x = any ? *(const float4 *)(from + lane * 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            y[0][lane * 2] = x.x * a.scale, y[0][lane * 2 + 1] = x.y * a.scale;
-            y[1][lane * 2] = x.z * a.scale, y[1][lane * 2 + 1] = x.w * a.scale;
-        }
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if (i + r * 8 >= q.rows)
-                continue;
-            const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i + r * 8) + group * 8;
-            const float *const x = y[r];
-            if (columns >= 8 && a.d_q.dtype != HEED_F32)
-                *(uint4 *)((uint16_t *)a.d_q.data + at) = make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
-                                                                     pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
-            else
-#pragma unroll
-                for (int e = 0; e < 8; e++)
-                    if (e < columns)
-                        store(a.d_q, at + e, x[e] + (a.accumulate ? load(a.d_q, at + e) : 0.0f));
-        }
-    }
-}
-
 /* ---- Pieces of work ---------------------------------------------------------------------------------------------- */
-
-struct tables {
-    term_rows terms;
-    piece_table of[2]; /* keys, queries */
-};
 
 __device__ inline int2 visible_columns(const args &a, const span &q, bool keys, int row)
 {
@@ -234,12 +85,9 @@ __device__ inline void describe(const args &a, const span &q, bool keys, int row
 }
 
 /* One warp for each tile of each sequence, of keys and then of queries. */
-__global__ void __launch_bounds__(128)
-    find_pieces(const __grid_constant__ args a, const __grid_constant__ piece_table of_keys,
-                const __grid_constant__ piece_table of_queries)
+__device__ inline void fill_piece(const args &a, const piece_table &of_keys, const piece_table &of_queries, int number)
 {
-    let_next_start();
-    const int number = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
     const bool keys = number < a.B * of_keys.tiles;
     const piece_table &t = keys ? of_keys : of_queries;
     const int which = keys ? number : number - a.B * of_keys.tiles;
@@ -264,6 +112,179 @@ __global__ void __launch_bounds__(128)
         t.ranges[(int64_t)at * t.rows + r] = r < rows ? visible_columns(a, q, keys, row + r) : make_int2(0, 0);
 }
 
+__global__ void __launch_bounds__(128)
+    find_pieces(const __grid_constant__ args a, const __grid_constant__ piece_table of_keys,
+                const __grid_constant__ piece_table of_queries)
+{
+    let_next_start();
+    fill_piece(a, of_keys, of_queries, blockIdx.x * 4 + threadIdx.x / 32);
+}
+
+/* ---- L and delta ------------------------------------------------------------------------------------------------- */
+
+struct term_rows {
+    float *L, *delta; /* [batches][Hq][pitch] */
+    uint4 *terms;     /* as many, where dQ is summed, of -L / c and -delta: both_terms() */
+    float inverse;    /* 1 / c */
+    dq_sums sums;
+    int *turns;    /* of as many places: they start at 0, as do */
+    int *counters; /* of the two kernels that follow */
+    int places, rows, pitch;
+    int64_t heads; /* batches * Hq */
+};
+
+template <class T> __device__ inline float dot_product(uint4 x, uint4 y)
+{
+    const uint32_t a[4] = { x.x, x.y, x.z, x.w }, b[4] = { y.x, y.y, y.z, y.w };
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 u = unpack2<T>(a[i]), v = unpack2<T>(b[i]);
+        sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
+    }
+    return sum;
+}
+
+/* Blocks of eight warps. */
+__host__ __device__ inline int piece_blocks(const args &a, const piece_table &of_keys, const piece_table &of_queries)
+{
+    return (a.B * (of_keys.tiles + of_queries.tiles) + 7) / 8;
+}
+
+constexpr int TURNS = 4; /* rows for each group of lanes: all are asked for before any is used */
+
+/* What comes before the large kernels, in one launch: the first blocks find pieces of work, and in the others LANES lanes
+ * have a row, 8 columns each. In the end a quarter of them has the sum of each row. */
+template <class T, int LANES>
+__global__ void __launch_bounds__(256)
+    find_terms(const __grid_constant__ args a, const __grid_constant__ term_rows t,
+               const __grid_constant__ piece_table of_keys, const __grid_constant__ piece_table of_queries)
+{
+    constexpr int GROUPS = 256 / LANES, SHARE = LANES / TURNS;
+    let_next_start();
+    const int block = blockIdx.x - piece_blocks(a, of_keys, of_queries);
+    if (block < 0) {
+        fill_piece(a, of_keys, of_queries, blockIdx.x * 8 + threadIdx.x / 32);
+        return;
+    }
+    const int chunks = (t.rows + GROUPS * TURNS - 1) / (GROUPS * TURNS), bh = block / chunks;
+    const int first = (block - bh * chunks) * GROUPS * TURNS + threadIdx.x / LANES;
+    const int b = bh / a.Hq, h = bh - b * a.Hq, lane = threadIdx.x % LANES, own = first + lane / SHARE * GROUPS;
+    const T *const x = (const T *)a.o.data + row_at(a.o, b, h, first);
+    const T *const y = (const T *)a.d_o.data + row_at(a.d_o, b, h, first);
+    const int c = lane * 8, columns = a.delta.data ? 0 : min(8, a.Dv - c);
+    uint4 o[TURNS], d_o[TURNS];
+    float sum[TURNS], lse = 0.0f, delta = 0.0f;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+        o[turn] = d_o[turn] = make_uint4(0, 0, 0, 0);
+        if (columns == 8 && first + turn * GROUPS < t.rows) {
+            o[turn] = __ldcs((const uint4 *)(x + turn * GROUPS * a.o.stride[2] + c)); /* nobody asks again */
+            d_o[turn] = *(const uint4 *)(y + turn * GROUPS * a.d_o.stride[2] + c);
+        }
+    }
+    if (own < t.rows) {
+        lse = load(a.lse, row_at(a.lse, b, h, own));
+        delta = a.delta.data   ? load(a.delta, row_at(a.delta, b, h, own))
+                : a.d_lse.data ? -load(a.d_lse, row_at(a.d_lse, b, h, own))
+                               : 0.0f;
+    }
+    if (block == 0 && threadIdx.x < 2)
+        t.counters[threadIdx.x] = 0;
+    for (int64_t n = (int64_t)block * 256 + threadIdx.x; t.sums.data && n < t.places;
+         n += (int64_t)(gridDim.x - blockIdx.x + block) * 256)
+        t.turns[n * TURN_APART] = 0;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+        sum[turn] = dot_product<T>(o[turn], d_o[turn]);
+        if (columns < 8 && first + turn * GROUPS < t.rows)
+            for (int e = c; e < c + columns; e++)
+                sum[turn] = fmaf((float)x[turn * GROUPS * a.o.stride[2] + e],
+                                 (float)y[turn * GROUPS * a.d_o.stride[2] + e], sum[turn]);
+    }
+#pragma unroll
+    for (int rows = TURNS / 2, lanes = LANES / 2; rows; rows /= 2, lanes /= 2) /* half of them keep half of the rows */
+#pragma unroll
+        for (int r = 0; r < rows; r++) {
+            const bool high = threadIdx.x & lanes;
+            const float given = __shfl_xor_sync(~0u, high ? sum[r] : sum[r + rows], lanes);
+            sum[r] = (high ? sum[r + rows] : sum[r]) + given;
+        }
+#pragma unroll
+    for (int lanes = SHARE / 2; lanes; lanes /= 2)
+        sum[0] += __shfl_xor_sync(~0u, sum[0], lanes);
+    if (lane % SHARE == 0 && own < t.rows) {
+        /* A row that saw no key has L = +inf, so P = 0. Else L is kept finite, so that c S - L is not inf - inf. */
+        const float L = -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
+        const bool none = lse == -CUDART_INF_F;
+        const int64_t at = (int64_t)bh * t.pitch + own;
+        if (!t.terms || a.d_sink.data)
+            t.L[at] = none ? CUDART_INF_F : L, t.delta[at] = none ? 0.0f : delta + sum[0];
+        if (t.terms)
+            t.terms[at] = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse,
+                                     none ? 0.0f : -(delta + sum[0]));
+    }
+}
+
+template <class T>
+static heed_status launch_terms(const args &a, const term_rows &t, const piece_table &of_keys,
+                                const piece_table &of_queries, const heed_exec *x)
+{
+    const int lanes = a.Dv <= 64 ? 8 : a.Dv <= 128 ? 16 : 32;
+    return launch(lanes == 8    ? find_terms<T, 8>
+                  : lanes == 16 ? find_terms<T, 16>
+                                : find_terms<T, 32>,
+                  piece_blocks(a, of_keys, of_queries) + t.heads * tiles_of(t.rows, 256 / lanes * TURNS), 256, 0, x, a,
+                  t, of_keys, of_queries);
+}
+
+/* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
+
+/* A block for each tile of each head; each thread takes 8 columns of two rows at a time. */
+template <class T>
+__global__ void __launch_bounds__(128)
+    finish_dq(const __grid_constant__ args a, const __grid_constant__ term_rows t, int tiles)
+{
+    const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
+    wait_for_last();
+    const int groups = t.sums.width / 8, strip = piece_at(a, false, 16, b, 0);
+    const span q = span_of(a, b);
+    const bool any = t.turns[place_of(a, piece_at(a, false, COLUMNS, b, tile), h)]; /* else nothing is there */
+    for (int n = threadIdx.x; n < COLUMNS / 2 * groups; n += 128) {
+        const int i = tile * COLUMNS + n / (8 * groups) * 16 + n % 8, group = n / 8 % groups, columns = a.D - group * 8;
+        if (i >= q.rows || columns <= 0)
+            continue;
+        const float *from = t.sums.at(h, strip, i) + group * 128 + n % 8 * 16;
+        float y[2][8];
+#pragma unroll
+        for (int lane = 0; lane < 4; lane++) {
+            const float4 x = any ? *(const float4 *)(from + lane * 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            y[0][lane * 2] = x.x * a.scale, y[0][lane * 2 + 1] = x.y * a.scale;
+            y[1][lane * 2] = x.z * a.scale, y[1][lane * 2 + 1] = x.w * a.scale;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (i + r * 8 >= q.rows)
+                continue;
+            const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i + r * 8) + group * 8;
+            const float *const x = y[r];
+            if (columns >= 8 && a.d_q.dtype != HEED_F32)
+                *(uint4 *)((uint16_t *)a.d_q.data + at) = make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
+                                                                     pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+            else
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    if (e < columns)
+                        store(a.d_q, at + e, x[e] + (a.accumulate ? load(a.d_q, at + e) : 0.0f));
+        }
+    }
+}
+
+struct tables {
+    term_rows terms;
+    piece_table of[2]; /* keys, queries */
+};
+
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
 static int64_t pitch_of(const heed_problem *p) { return (p->a.q.shape[2] + 3) / 4 * 4; }
@@ -278,11 +299,17 @@ void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *
     t->ranges = (int2 *)space->take(pieces * rows * sizeof(int2));
 }
 
-heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table &queries, const heed_exec *x)
+/* How many tiles the longest sequence has. */
+static void count_tiles(const args &a, piece_table &keys, piece_table &queries)
 {
     const int64_t count = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     keys.tiles = (int)tiles_of(count, keys.rows), queries.tiles = (int)tiles_of(a.Sq, queries.rows);
     keys.grouped = keys.grouped && keys.tiles > LEAVING; /* of no more, dQ may leave with the last */
+}
+
+heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table &queries, const heed_exec *x)
+{
+    count_tiles(a, keys, queries);
     return launch(find_pieces, tiles_of((int64_t)a.B * (keys.tiles + queries.tiles), 4), 128, 0, x, a, keys, queries);
 }
 
@@ -408,16 +435,17 @@ static score_rule rule_of(const args &a)
              capped ? 1.0f / (a.softcap * LOG2E) : 0.0f };
 }
 
-/* The small kernels before the large ones: pieces and, beside them, terms. a->delta becomes that of the terms. */
+/* What comes before the large kernels: pieces of work and terms. a->delta becomes that of the terms. */
 static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed_exec *x)
 {
     t->terms.rows = a->q_rows, t->terms.pitch = (int)pitch_of(p);
     t->terms.heads = p->a.q.shape[0] * a->Hq;
     t->of[0].grouped = t->terms.sums.data && !x->nondeterministic && a->left >= FAR && a->right < FAR;
-    heed_status status = heed_sm90_find_pieces(*a, t->of[0], t->of[1], x);
-    if (!status)
-        status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, x)
-                                        : launch_terms<__nv_bfloat16>(*a, t->terms, x);
+    count_tiles(*a, t->of[0], t->of[1]);
+    if (t->terms.sums.data)
+        t->of[1].tiles = 0; /* dQ has no kernel of its own */
+    heed_status status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, t->of[0], t->of[1], x)
+                                                : launch_terms<__nv_bfloat16>(*a, t->terms, t->of[0], t->of[1], x);
     view &delta = a->delta;
     delta.data = (char *)t->terms.delta, delta.dtype = HEED_F32;
     delta.stride[0] = (int64_t)a->Hq * t->terms.pitch, delta.stride[1] = t->terms.pitch;
