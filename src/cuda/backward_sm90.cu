@@ -388,42 +388,62 @@ static bool can_leave(const args &a)
            (all || (s.unit && s.low < s.high && s.high > 0 && s.rows - 1 + s.low < s.keys));
 }
 
+/* dK and dV, or all gradients; units: multiprocessors. */
+static heed_status run_keys(backward_job *job, const heed_problem *p, const tables &t, const backward_form &form,
+                            int units, const heed_exec *x)
+{
+    const args &a = job->a;
+    const bool all = job->sums.data;
+    const piece_table &keys = t.of[0];
+    const int heads = a.B * a.Hk;
+    heed_status status;
+    job->leaves = all && form.all.leaves && keys.tiles <= LEAVING && can_leave(a);
+    job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
+    job->counter = t.terms.counters;
+    job->tiles = keys.tiles, job->count = job->tiles * heads;
+    /* Bytes of Q and dO; sums of dQ want room, too. Who works on a long head is in about the same half of it. */
+    const int64_t met = (int64_t)(all ? HEED_MIN(a.Sq, HEED_MAX(2048, a.Sq / 2)) : a.Sq) * a.G * (a.D + a.Dv) * 2;
+    job->together = heed_sm90_heads_together(a, heads, all ? met + met / 2 : met);
+    if (all) /* that the tiles of a head follow each other, as they take turns, and do not all start at once */
+        job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
+    if ((a.left < FAR || a.right < FAR) && a.G > 1 && job->count <= 8 * units)
+        job->together = heads; /* few tiles and long ones: longest first among all */
+    if ((status = map_keys(job->own, p, a, a.k, a.v, keys.rows)) || (status = map_queries(job->other, p, a, COLUMNS)) ||
+        (job->leaves && (status = heed_tensor_map(&job->out, a.d_q, a.D, a.q_rows, a.Hq, p->a.q.shape[0], 16))))
+        return status;
+    return (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
+}
+
+static heed_status run_queries(backward_job *job, const heed_problem *p, const tables &t, const backward_form &form,
+                               int units, const heed_exec *x)
+{
+    const args &a = job->a;
+    const piece_table &queries = t.of[1];
+    const int heads = a.B * a.Hq;
+    heed_status status;
+    job->pieces = queries.pieces, job->ranges = queries.ranges, job->lengths = queries.lengths;
+    job->counter = t.terms.counters + 1;
+    job->tiles = queries.tiles, job->count = job->tiles * heads;
+    job->together = heed_sm90_heads_together(a, heads, (int64_t)a.Sk / a.col_step * (a.D + a.Dv) * 2);
+    if ((status = map_queries(job->own, p, a, queries.rows)) ||
+        (status = map_keys(job->other, p, a, a.k, a.v, COLUMNS)))
+        return status;
+    return form.dq.launch(*job, HEED_MIN(units, job->count), x);
+}
+
+/* The kernel that comes second begins where the first has no more work. With a band, where heads are long, that is the one
+ * for keys, whose pieces are shorter: the longest decide when all is done. */
 static heed_status run(backward_job *job, const heed_problem *p, const tables &t, const backward_form &form, int units,
                        const heed_exec *x)
 {
     const args &a = job->a;
-    const bool all = job->sums.data;
-    const piece_table &keys = t.of[0], &queries = t.of[1];
+    const bool all = job->sums.data, queries_first = (a.left < FAR || a.right < FAR) && t.of[0].tiles > 16;
     heed_status status = HEED_OK;
-    job->second = false;
-    job->leaves = all && form.all.leaves && keys.tiles <= LEAVING && can_leave(a);
-    if ((a.d_k.data || a.d_v.data || all) && keys.tiles) {
-        const int heads = a.B * a.Hk;
-        job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
-        job->counter = t.terms.counters;
-        job->tiles = keys.tiles, job->count = job->tiles * heads;
-        /* Bytes of Q and dO; sums of dQ want room, too. Who works on a long head is in about the same half of it. */
-        const int64_t met = (int64_t)(all ? HEED_MIN(a.Sq, HEED_MAX(2048, a.Sq / 2)) : a.Sq) * a.G * (a.D + a.Dv) * 2;
-        job->together = heed_sm90_heads_together(a, heads, all ? met + met / 2 : met);
-        if (all) /* that the tiles of a head follow each other, as they take turns, and do not all start at once */
-            job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
-        if ((a.left < FAR || a.right < FAR) && a.G > 1 && job->count <= 8 * units)
-            job->together = heads; /* few tiles and long ones: longest first among all */
-        if (!(status = map_keys(job->own, p, a, a.k, a.v, keys.rows)) &&
-            !(status = map_queries(job->other, p, a, COLUMNS)) &&
-            (!job->leaves || !(status = heed_tensor_map(&job->out, a.d_q, a.D, a.q_rows, a.Hq, p->a.q.shape[0], 16))))
-            status = (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
-        job->second = true;
-    }
-    if (!status && a.d_q.data && !all) {
-        const int heads = a.B * a.Hq;
-        job->pieces = queries.pieces, job->ranges = queries.ranges, job->lengths = queries.lengths;
-        job->counter = t.terms.counters + 1;
-        job->tiles = queries.tiles, job->count = job->tiles * heads;
-        job->together = heed_sm90_heads_together(a, heads, (int64_t)a.Sk / a.col_step * (a.D + a.Dv) * 2);
-        if (!(status = map_queries(job->own, p, a, queries.rows)) &&
-            !(status = map_keys(job->other, p, a, a.k, a.v, COLUMNS)))
-            status = form.dq.launch(*job, HEED_MIN(units, job->count), x);
+    job->second = job->leaves = false;
+    for (int turn = 0; turn < 2 && !status; turn++) {
+        const bool queries = turn != queries_first;
+        if (queries ? a.d_q.data && !all : (a.d_k.data || a.d_v.data || all) && t.of[0].tiles)
+            status = (queries ? run_queries : run_keys)(job, p, t, form, units, x), job->second = true;
     }
     return status;
 }

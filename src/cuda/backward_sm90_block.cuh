@@ -191,7 +191,9 @@ struct backward_shape {
     static constexpr bool APART = ADDS && SLOTS == 1; /* V comes after K: see own_tile() */
     static constexpr bool NARROW = OWNERS && D > 96;  /* a warpgroup that has dK and dV has few registers beside them */
     static constexpr bool NUMBERS = KEYS && !ADDS;    /* L and delta are read as such, not multiplied: add_term() */
-    static constexpr int WORKS = ADDS ? 2 : SLOTS;    /* pieces of work that are known at a time */
+    static constexpr bool SOON = !ADDS && SLOTS == 1; /* the next piece is known before the own tile is free */
+    static constexpr bool BY_ROLE = SOON && PASS;     /* K and V come apart: each has a role that gives it back */
+    static constexpr int WORKS = ADDS || SOON ? 2 : SLOTS; /* pieces of work that are known at a time */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
 };
 
@@ -213,6 +215,7 @@ template <class C> struct backward_shared {
     uint64_t first_full[C::FIRST], first_free[C::FIRST], second_full[C::SECOND], second_free[C::SECOND];
     uint64_t work_free[C::ADDS ? C::WORKS : 1], staged[C::ADDS ? 2 : 1], stage_free[C::ADDS ? 2 : 1];
     uint64_t pass_full[C::PASS ? 2 : 1], pass_free[C::PASS ? 2 : 1]; /* as those before, of even and odd tiles */
+    uint64_t soon;                     /* the piece of work has but one more tile to ask for */
     uint64_t values_full, values_free; /* where V comes apart from K: it is there, and not needed any more */
     uint64_t landed[3], ds_full[C::ADDS ? C::DS : 1], ds_free[C::ADDS ? C::DS : 1];
 };
@@ -222,7 +225,8 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
     constexpr int PRODUCERS = C::ADDS ? 32 + 1 + 1 : C::KEYS ? 96 : 64; /* threads that read of the piece of work */
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::SLOTS; i++)
-            barrier_init(shared_address(&s.own_free[i]), 128 * (C::CONSUMERS + C::OWNERS) + (C::ADDS ? 0 : PRODUCERS));
+            barrier_init(shared_address(&s.own_free[i]),
+                         128 * (C::BY_ROLE ? 1 : C::CONSUMERS + C::OWNERS) + (C::ADDS ? 0 : PRODUCERS));
         for (int i = 0; i < C::WORKS; i++) {
             barrier_init(shared_address(&s.described[i]), 32);
             barrier_init(shared_address(&s.own_full[i]), 32);
@@ -248,9 +252,13 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
                 barrier_init(shared_address(&s.pass_full[i]), 128);
                 barrier_init(shared_address(&s.pass_free[i]), 128);
             }
-        if (C::ADDS) {
+        if (C::SOON)
+            barrier_init(shared_address(&s.soon), 1);
+        if (C::ADDS || C::BY_ROLE) {
             barrier_init(shared_address(&s.values_full), 32);
-            barrier_init(shared_address(&s.values_free), 128 * C::CONSUMERS);
+            barrier_init(shared_address(&s.values_free), 128 * (C::BY_ROLE ? 1 : C::CONSUMERS));
+        }
+        if (C::ADDS) {
             for (int i = 0; i < 2; i++) {
                 barrier_init(shared_address(&s.staged[i]), 128);
                 barrier_init(shared_address(&s.stage_free[i]), 1);

@@ -9,12 +9,14 @@
 #include "backward_sm90_block.cuh"
 
 /* Which piece of work a number stands for: `together` heads at a time, and of these the longest rows first. Under a
- * causal mask the first keys meet most queries and the last queries most keys. */
+ * causal mask the first keys meet most queries and the last queries most keys. Heads that are left over join the last ones:
+ * alone they would be few long pieces, and most multiprocessors would wait for their end. */
 template <class C> __device__ inline void find_piece(const backward_job &p, int number, int &b, int &head, int &tile)
 {
     const int heads = C::KEYS ? p.a.Hk : p.a.Hq, all = p.a.B * heads;
-    const int chunk = number / (p.together * p.tiles), left = number - chunk * p.together * p.tiles;
-    const int width = min(p.together, all - chunk * p.together);
+    const int last = (all - (C::ADDS ? 1 : p.together)) / p.together; /* chunk of heads */
+    const int chunk = min(number / (p.together * p.tiles), last), left = number - chunk * p.together * p.tiles;
+    const int width = chunk < last ? p.together : all - last * p.together;
     tile = left / width;
     const int which = chunk * p.together + left - tile * width;
     b = which / heads, head = which - b * heads;
@@ -177,7 +179,8 @@ __device__ inline void describe_piece(const backward_job &p, backward_shared<C> 
 
 /* The first producer warp: takes pieces of work and brings their own tiles. Where dQ is summed, the terms, too, before it
  * takes the next: who takes early and starts late would keep others waiting for their turn. If there is room for one own
- * tile only, the first columns of the next piece arrive while it is still in use. */
+ * tile only, the next piece is taken when the last columns of this one are asked for, so that its first columns arrive, and
+ * it is known what to ask for, while the own tile is still in use. */
 template <class C> __device__ inline void bring_own(const backward_job &p, backward_shared<C> &s)
 {
     const int lane = threadIdx.x % 32;
@@ -187,8 +190,10 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         const uint32_t full = shared_address(&s.own_full[slot]);
         if (C::ADDS)
             wait(shared_address(&s.work_free[slot]), n / C::WORKS & 1 ^ 1);
+        if (C::SOON && n)
+            wait(shared_address(&s.soon), n - 1 & 1);
         const int number = uniform(lane ? 0 : atomicAdd(p.counter, 1));
-        if (!C::ADDS)
+        if (!C::ADDS && !C::SOON)
             wait_own_free(s, n);
         if (number >= p.count) {
             if (lane == 0)
@@ -220,13 +225,21 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             else if (!some)
                 arrive(full);
         }
-        if (C::ADDS)
+        if (C::ADDS || C::SOON)
             wait_own_free(s, n);
-        const uint32_t rest = C::APART ? shared_address(&s.values_full) : full;
+        if constexpr (C::BY_ROLE) {
+            if (lane == 0)
+                ask_for_own(p, s, n, full, 0, 0);
+            else
+                arrive(full);
+            wait(shared_address(&s.values_free), n & 1 ^ 1);
+        }
+        constexpr bool APART = C::APART || C::BY_ROLE;
+        const uint32_t rest = APART ? shared_address(&s.values_full) : full;
         if (some)
             bring_some_keys(p, s, n, cut++);
         else if (lane == 0)
-            ask_for_own(p, s, n, rest, C::APART ? 1 : 0);
+            ask_for_own(p, s, n, rest, APART ? 1 : 0);
         else
             arrive(rest);
         if (C::ADDS)
@@ -261,6 +274,14 @@ __device__ inline void bring_tile(const backward_job &p, backward_shared<C> &s, 
         arrive(full);
 }
 
+/* The end of a piece is near. */
+template <class C> __device__ inline bool tell_soon(backward_shared<C> &s)
+{
+    if (threadIdx.x % 32 == 0)
+        arrive(shared_address(&s.soon));
+    return true;
+}
+
 /* The second and third: the columns' side, one ring each; or the second both, where the third keeps the turns. */
 template <class C, int RING> __device__ inline void bring_columns(const backward_job &p, backward_shared<C> &s)
 {
@@ -272,7 +293,10 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
         wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
+        bool told = !C::SOON || RING;
         for (int h = 0, step = 0; step < w.tiles; tile++) {
+            if (!told && step == w.tiles - 1)
+                told = tell_soon(s);
             const int column = column_at<C>(w, step), live = cuts ? w.columns - column : COLUMNS;
             const int head = C::KEYS ? w.head * a.G + h : w.head / a.G;
             bring_tile<C, RING>(p, s, w, head, column, tile, live, cut);
@@ -282,9 +306,11 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
             if (!C::KEYS || ++h == a.G)
                 h = 0, step++;
         }
+        if (!told)
+            tell_soon(s);
         if (!C::ADDS)
             wait_own_free(s, n);
-        arrive(shared_address(C::ADDS ? &s.work_free[slot] : &s.own_free[slot]));
+        arrive(shared_address(C::ADDS ? &s.work_free[slot] : &s.own_free[n % C::SLOTS]));
     }
 }
 
@@ -292,14 +318,15 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
 template <class C> __device__ inline void bring_all_terms(const backward_job &p, backward_shared<C> &s)
 {
     for (int n = 0, tile = 0;; n++) {
-        const int slot = n % C::SLOTS;
+        const int slot = n % C::WORKS;
         const piece &w = s.work[slot];
-        wait(shared_address(&s.described[slot]), n / C::SLOTS & 1);
+        wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
         int h = 0, step = 0;
         bring_terms<C>(p, s, w, h, step, tile, -1);
-        arrive(shared_address(&s.own_free[slot]));
+        wait_own_free(s, n);
+        arrive(shared_address(&s.own_free[n % C::SLOTS]));
     }
 }
 

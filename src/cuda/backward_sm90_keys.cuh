@@ -249,12 +249,15 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(backward_shared<C> *)memory;
     init_barriers(s);
-    wait_for_last();
+    if (!p.second)
+        wait_for_last();
     let_next_start(); /* not before: dQ's kernel relies on what this one has waited for */
     const int group = uniform(threadIdx.x / 128);
     if (group == C::CONSUMERS + C::OWNERS) {
         fewer_registers<C::FEW>();
         produce<C>(p, s);
+        if (p.second)
+            wait_for_last(); /* when this kernel has ended, so has the one before */
         return;
     }
     if constexpr (C::OWNERS != 0)

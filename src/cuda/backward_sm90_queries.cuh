@@ -50,7 +50,7 @@ __device__ inline void queries(const backward_job &p, backward_shared<C> &s, int
             }
             wgmma_wait<1>();
             probabilities_by_row<CAPPED>(S, L, rule, column >= inside && column + COLUMNS <= outside,
-                                         &s.range[slot][row], column + lane % 4 * 2);
+                                         &s.range[n % C::WORKS][row], column + lane % 4 * 2);
             keep_order(tile);
             wgmma_wait<0>();
             release_second(s, tile);
@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) dq_sm90(const __grid_constant__
     init_barriers(s);
     if (!p.second)
         wait_for_last();
+    let_next_start(); /* not before: dK's and dV's kernel relies on what this one has waited for */
     const int group = uniform(threadIdx.x / 128);
     if (group == C::CONSUMERS) {
         fewer_registers<C::FEW>();

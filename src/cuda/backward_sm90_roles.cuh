@@ -31,9 +31,8 @@ __device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const a
  * there is no tile before. */
 template <class T, class C, bool CAPPED>
 __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS / 16][4], backward_shared<C> &s,
-                                   const score_rule &rule, int slot, int tile, bool first)
+                                   const score_rule &rule, const int2 *range, int slot, int tile, bool first)
 {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
     float S[COLUMNS / 2];
     if (!first) {
@@ -52,7 +51,7 @@ __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS 
     }
     const int care = uniform(s.care[tile % C::FIRST][0]);
     wgmma_wait<0>();
-    probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, care, &s.range[slot][row]);
+    probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, care, range);
     release_first(s, tile);
     pack_rows<T, COLUMNS>(P, S);
     wait_to_pass(s, tile);
@@ -72,10 +71,11 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
         const int all = uniform(w.tiles) * a.G;
         float dV[C::D / 2];
         uint32_t P[COLUMNS / 16][4];
+        const int2 *const range = &s.range[n % C::WORKS][threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4];
         clear(dV);
 #pragma unroll 1
         for (int j = 0; j < all; j++, tile++)
-            meet_values<T, C, CAPPED>(dV, P, s, p.rule, slot, tile, j == 0);
+            meet_values<T, C, CAPPED>(dV, P, s, p.rule, range, slot, tile, j == 0);
         const key_rows to = rows_of(a, w, 1, 0);
         release(&s.own_free[slot]); /* K is this warpgroup's alone, and not needed for what is left */
         if (all) {
@@ -132,11 +132,13 @@ template <class T, class C, bool CAPPED> __device__ inline void keys_role(const 
         float dK[C::D / 2];
         uint32_t dS[COLUMNS / 16][4];
         clear(dK);
+        if (C::BY_ROLE)
+            wait(shared_address(&s.values_full), n & 1);
 #pragma unroll 1
         for (int j = 0; j < all; j++, tile++)
             meet_keys<T, C, CAPPED>(dK, dS, s, p.rule, slot, tile, j == 0);
         const key_rows to = rows_of(a, w, 0, 0);
-        release(&s.own_free[slot]); /* V is */
+        release(C::BY_ROLE ? &s.values_free : &s.own_free[slot]); /* V is */
         if (all) {
             wgmma_fence();
             multiply_columns<T, C::D, COLUMNS>(dK, dS, first_tile(s, tile - 1));
