@@ -4,14 +4,17 @@
     python3 bench/small.py modes   [--lib PATH] [--only WORDS]      the same under masks, for head sizes 8 to 256, ...
     python3 bench/small.py user    [--dtype f32,f16]                eager calls of the Python package, by the host's clock
     python3 bench/small.py strided                                  keys off a stride, through the Python package
+    python3 bench/small.py errors  [--lib PATH] [--dtype f32,f16]   of all of these against fp64
 
 A ratio is PyTorch's time over heed's. PyTorch is the fastest backend of scaled_dot_product_attention that takes the problem;
 `plain` is matmul, softmax, matmul, and `naive` the same over all keys with those off the stride masked. In `replay` and
 `modes` a time is that of one call among twenty in a graph. In `user` it is that of one call among many in a row, without
-waiting for any but the last: what a loop costs. In `user` and `strided` those who are timed take turns.
+waiting for any but the last: what a loop costs. In `user` and `strided` those who are timed take turns. Errors are relative to
+the RMS of the exact result; PyTorch's are those of the backend that it takes by itself.
 """
 import argparse
 import ctypes as C
+import math
 import os
 import statistics
 import sys
@@ -23,10 +26,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from cuda_bench import DTYPES, Heed, median_ms
+from fp32 import errors_of, exact
 
 BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION,
             "cudnn": SDPBackend.CUDNN_ATTENTION}
 SHAPES = ((2, 8, 64, 64), (4, 12, 128, 64), (2, 16, 256, 64), (2, 8, 77, 64), (1, 1, 128, 32))
+STRIDED = (("f32", (4, 8, 512, 64), 2), ("bf16", (4, 16, 4096, 128), 4), ("bf16", (1, 16, 16384, 128), 8))
 
 
 def normal(dtype, *shape):
@@ -202,8 +207,7 @@ def strided():
     import heed
 
     print("microseconds: heed; sliced SDPA, its keys copied or not; naive, and their ratios to heed")
-    for name, shape, stride in (("f32", (4, 8, 512, 64), 2), ("bf16", (4, 16, 4096, 128), 4),
-                                ("bf16", (1, 16, 16384, 128), 8)):
+    for name, shape, stride in STRIDED:
         q, k, v, g = (normal(name, *shape) for _ in range(4))
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         ways = {"heed": lambda *x: heed.attention(*x, stride=stride),
@@ -228,9 +232,41 @@ def strided():
                 f"   naive {times['naive'] / times['heed']:.1f}", flush=True)
 
 
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+def draw(lib, name, shape, stride, seed):
+    """[(largest, RMS)] of o, dQ, dK, dV, heed's and PyTorch's."""
+    torch.manual_seed(seed)
+    q, k, v, g = (normal(name, *shape) for _ in range(4))
+    heed = OnStream(lib, q, k, v, g, None, name, key_stride=stride)
+    heed.both()
+    dq, dk, dv = heed.grads
+    ours = heed.o, dq, dk[:, :, ::stride], dv[:, :, ::stride]
+    seen = q, k[:, :, ::stride], v[:, :, ::stride], g
+    leaves = [t.detach().clone().requires_grad_() for t in seen[:3]]
+    o = scaled_dot_product_attention(*leaves)
+    theirs = o.detach(), *torch.autograd.grad(o, leaves, g)
+    heads = [exact(*(t[:, h:h + 1] for t in seen), False) for h in range(shape[1])]
+    expected = [torch.cat(of, 1) for of in zip(*heads)]
+    return errors_of(ours, expected), errors_of(theirs, expected)
+
+
+def errors(lib, dtypes, draws=3):
+    print(f"error over that of PyTorch, RMS (largest), {draws} draws; first RMS of o, heed and PyTorch\n")
+    print("| | o: heed, PyTorch | o | dQ | dK | dV |\n|---|---|---|---|---|---|")
+    for name, shape, stride in [(name, shape, 1) for name in dtypes for shape in SHAPES] + [
+            problem for problem in STRIDED if problem[0] in dtypes]:
+        found = [draw(lib, name, shape, stride, seed) for seed in range(1, draws + 1)]
+        rms = [[math.hypot(*(way[side][n][1] for way in found)) / draws ** 0.5 for n in range(4)] for side in (0, 1)]
+        most = [math.prod(ours[n][0] / theirs[n][0] for ours, theirs in found) ** (1 / draws) for n in range(4)]
+        text = f"{name} {','.join(map(str, shape))}" + (f" 1 of {stride}" if stride > 1 else "")
+        print(f"| {text} | {rms[0][0]:.1e}, {rms[1][0]:.1e} | " + " | ".join(
+            f"{ours / theirs:.2f} ({ratio:.2f})" for ours, theirs, ratio in zip(*rms, most)) + " |", flush=True)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=("replay", "modes", "user", "strided"))
+    p.add_argument("what", choices=("replay", "modes", "user", "strided", "errors"))
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--dtype", default="f32,f16,bf16")
     p.add_argument("--only", default="", metavar="WORDS", help="modes: those whose names have one of these")
@@ -240,7 +276,10 @@ def main():
         return user(dtypes) if args.what == "user" else strided()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
-    replay(lib, dtypes) if args.what == "replay" else modes(lib, dtypes, args.only)
+    if args.what == "modes":
+        modes(lib, dtypes, args.only)
+    else:
+        (replay if args.what == "replay" else errors)(lib, dtypes)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,6 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
     const int lane = threadIdx.x, part = threadIdx.y % 2;
     const bool second = FOUR && threadIdx.y >= 2;
     partial<T, U> *const team = (partial<T, U> *)memory + threadIdx.z * (FOUR ? 4 : 2), &own = team[threadIdx.y];
-    const int pair = 1 + threadIdx.z * 2 + part; /* a barrier's name */
     const int i0 = (blockIdx.y * blockDim.z + threadIdx.z) * 16;
     let_next_start();
     if (GENERAL || is_ragged(a))
@@ -118,47 +117,55 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
 #pragma unroll
     for (int i = 0; i < TILES / 4; i++)
         clear(O[i]);
-    while (n0 < last) {
-        wait_for_copies<1>();
-        multiply_across(S, Q, own.K, T()); /* S = Q K^T */
+    const bool busy = !FOUR || n0 < last; /* of four warps some may not be, but all wait for each other */
+    for (bool more = (FOUR ? first : n0) < last; more; more = n0 < last) {
         const int next = FOUR ? last : n0 + 2 * (8 * N);
-        __syncwarp(); /* all have read this K */
-        if (next < last)
-            own.K.copy(k, next);
-        commit_copies();
         const bool whole = n0 >= inside && n0 + 8 * N <= outside;
-        tile.n0 = n0 + lane % 4 * 2;
-        if (GENERAL)
-            score(tile, a.scale, a, s, x, whole);
-        else if (!whole)
-            hide_outside_band(tile);
-        if (second) {
-            named_sync(pair, 64);
-            m[0] = team[part].most[lane / 4].x, m[1] = team[part].most[lane / 4].y;
+        if (busy) {
+            wait_for_copies<1>();
+            multiply_across(S, Q, own.K, T()); /* S = Q K^T */
+            __syncwarp();                      /* all have read this K */
+            if (next < last)
+                own.K.copy(k, next);
+            commit_copies();
+            tile.n0 = n0 + lane % 4 * 2;
+            if (GENERAL)
+                score(tile, a.scale, a, s, x, whole);
+            else if (!whole)
+                hide_outside_band(tile);
         }
-        softmax_step(S, m, l, rescale, c);
-        if (FOUR && !second && n0 + 2 * (8 * N) < last) {
-            if (lane % 4 == 0)
-                own.most[lane / 4] = make_float2(m[0], m[1]);
-            named_arrive(pair, 64);
+#pragma unroll 1
+        for (int turn = 0; turn < 2; turn++) { /* the second two begin with what the first two have found */
+            if (busy && turn == second) {
+                if (second)
+                    m[0] = team[part].most[lane / 4].x, m[1] = team[part].most[lane / 4].y;
+                softmax_step(S, m, l, rescale, c);
+                if (FOUR && lane % 4 == 0)
+                    own.most[lane / 4] = make_float2(m[0], m[1]);
+            }
+            if (!FOUR || turn)
+                break;
+            __syncthreads();
         }
-        if (GENERAL && a.drop_below)
-            drop(tile, a, s, x);
-        const left_operand<T, N> P(S);
-        wait_for_copies<1>();
+        if (busy) {
+            if (GENERAL && a.drop_below)
+                drop(tile, a, s, x);
+            const left_operand<T, N> P(S);
+            wait_for_copies<1>();
 #pragma unroll
-        for (int i = 0; i < TILES / 4; i++) { /* O = a O + P V */
-            float Y[4][4];
-            P.template times<U>(Y, own.V, i);
+            for (int i = 0; i < TILES / 4; i++) { /* O = a O + P V */
+                float Y[4][4];
+                P.template times<U>(Y, own.V, i, whole);
 #pragma unroll
-            for (int j = 0; j < 16; j++)
-                O[i][j / 4][j % 4] = fmaf(O[i][j / 4][j % 4], rescale[j % 4 / 2], Y[j / 4][j % 4]);
+                for (int j = 0; j < 16; j++)
+                    O[i][j / 4][j % 4] = fmaf(O[i][j / 4][j % 4], rescale[j % 4 / 2], Y[j / 4][j % 4]);
+            }
+            __syncwarp();
+            if (next < last)
+                own.V.copy(v, next);
+            commit_copies();
         }
         n0 = next;
-        __syncwarp();
-        if (n0 < last)
-            own.V.copy(v, n0);
-        commit_copies();
     }
     wait_for_copies<0>();
     if (FOUR) {
@@ -172,7 +179,7 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
         if (second) {
             const partial<T, U> &begun = team[part];
             const float2 its_m = begun.m[lane], its_l = begun.l[lane];
-            if (first + (int)threadIdx.y * (8 * N) >= last)
+            if (!busy)
                 m[0] = its_m.x, m[1] = its_m.y;
             l[0] = fmaf(its_l.x, rescale[0], l[0]), l[1] = fmaf(its_l.y, rescale[1], l[1]);
 #pragma unroll

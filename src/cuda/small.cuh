@@ -152,10 +152,10 @@ __device__ inline void split_tf32(uint32_t x, uint32_t &hi, uint32_t &lo)
 }
 
 /* The tensor core cuts sums where fp32 rounds: by half a unit in the last place for each instruction that adds to what
- * has grown by then to k / STEPS of the sum. That is given back. */
-template <int STEPS> __device__ inline float join(float small, float large)
+ * has grown by then to k / STEPS of the sum. That is given back, unless most terms may be zeros: then nothing is cut. */
+template <int STEPS> __device__ inline float join(float small, float large, bool all = true)
 {
-    return fmaf(large, 0x1p-24f * 0.36f * (STEPS + 1), small) + large;
+    return fmaf(large, all ? 0x1p-24f * 0.36f * (STEPS + 1) : 0.0f, small) + large;
 }
 
 /* Column tiles of 8 in rows of 128 U bytes. */
@@ -229,7 +229,7 @@ __device__ inline void multiply_across(float (&X)[N][4], const uint4 (&A)[2][M],
 }
 
 /* A tile of results, 16 rows and 8 N columns, as the left operand P of the next product. It stays in its lanes.
- * times(): Y = column tiles 4i .. 4i + 3 of P B, for B of 8 N rows, down. */
+ * times(): Y = column tiles 4i .. 4i + 3 of P B, for B of 8 N rows, down. all: see join(). */
 template <class T, int N> struct left_operand {
     uint32_t x[N / 2][4];
     __device__ explicit left_operand(const float (&P)[N][4])
@@ -241,7 +241,7 @@ template <class T, int N> struct left_operand {
                 x[n / 2][n % 2 * 2 + e / 2] = pack<T>(P[n][e], P[n][e + 1]);
     }
 
-    template <int U> __device__ void times(float (&Y)[4][4], const staged<8 * N, 8 * U> &B, int i) const
+    template <int U> __device__ void times(float (&Y)[4][4], const staged<8 * N, 8 * U> &B, int i, bool = true) const
     {
         clear(Y);
 #pragma unroll
@@ -271,7 +271,8 @@ template <int N> struct left_operand<float, N> {
                 split_tf32(__float_as_uint(P[n][e % 2 * 2 + e / 2]), hi[n][e], lo[n][e]);
     }
 
-    template <int U> __device__ void times(float (&Y)[4][4], const staged<8 * N, 8 * U> &B, int i) const
+    template <int U>
+    __device__ void times(float (&Y)[4][4], const staged<8 * N, 8 * U> &B, int i, bool all = true) const
     {
         float small[4][4], large[(N + 1) / 2][4][4]; /* two steps each: uniform P would show what more are cut */
         clear(small);
@@ -299,7 +300,7 @@ template <int N> struct left_operand<float, N> {
 #pragma unroll
                 for (int n = 2; n < N; n += 2)
                     Y[j][e] += large[n / 2][j][e];
-                Y[j][e] = join<HEED_MIN(N, 2)>(small[j][e], Y[j][e]);
+                Y[j][e] = join<HEED_MIN(N, 2)>(small[j][e], Y[j][e], all);
             }
     }
 };
