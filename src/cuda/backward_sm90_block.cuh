@@ -177,7 +177,7 @@ template <bool KEYS_, int D_, int ROWS_, int SLOTS_, int FIRST_, int SECOND_, in
 struct backward_shape {
     static constexpr bool KEYS = KEYS_, ADDS = DS_ != 0;
     static constexpr int D = D_, ROWS = ROWS_, SLOTS = SLOTS_, FIRST = FIRST_, SECOND = SECOND_, WAYS = WAYS_, DS = DS_,
-                         PASS = PASS_;
+                         PASS = PASS_, HEAD = D; /* HEAD: columns of dQ */
     static constexpr int GROUPS = ROWS / 64, CONSUMERS = PASS ? 2 : GROUPS, OWNERS = WAYS & OWNER ? 1 : 0,
                          THREADS = 128 * (CONSUMERS + OWNERS + 1);
     /* Registers that producers and dQ's owner keep of what each thread starts with, and those that consumers get. */
@@ -201,10 +201,11 @@ template <class C> struct backward_shared {
     char own[C::SLOTS][2][C::OWN_BYTES];
     char first[C::FIRST][C::BYTES];
     char second[C::SECOND][C::BYTES];
-    char dS[C::ADDS ? C::DS : 1][C::ADDS ? C::ROWS * 128 : 16]; /* [64 queries][ROWS keys], in boxes of 64 keys */
-    uint4 terms[C::ADDS ? C::FIRST : 1][C::ADDS ? COLUMNS : 1],
-        ones[3][C::ADDS ? 8 : 1]; /* see add_term(); memcheck wants 2 KB from each on */
-    float4 stage[C::ADDS ? 2 : 1][C::ADDS ? COLUMNS * C::D / 4 : 1]; /* tiles of dQ on their way to the sums */
+    /* [64 queries][ROWS keys], in boxes of 64 keys; dS of a P that passes takes its place. */
+    char dS[C::ADDS && !C::PASS ? C::DS : 1][C::ADDS && !C::PASS ? C::ROWS * 128 : 16];
+    uint4 terms[C::ADDS && !C::NUMBERS ? C::FIRST : 1][C::ADDS && !C::NUMBERS ? COLUMNS : 1],
+        ones[3][C::ADDS && !C::NUMBERS ? 8 : 1]; /* see add_term(); memcheck wants 2 KB from each on */
+    float4 stage[C::ADDS ? 2 : 1][C::ADDS ? COLUMNS * C::HEAD / 4 : 1]; /* tiles of dQ on their way to the sums */
     uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
     float L[C::NUMBERS ? C::FIRST : 1][C::NUMBERS ? COLUMNS : 1];
     float delta[C::NUMBERS ? C::SECOND : 1][C::NUMBERS ? COLUMNS : 1]; /* of the tiles in the rings */
@@ -244,7 +245,7 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
         for (int i = 0; i < 3; i++)
             barrier_init(shared_address(&s.landed[i]), 1);
         for (int i = 0; i < C::DS; i++) {
-            barrier_init(shared_address(&s.ds_full[i]), 128 * C::CONSUMERS);
+            barrier_init(shared_address(&s.ds_full[i]), C::PASS ? 128 : 128 * C::CONSUMERS);
             barrier_init(shared_address(&s.ds_free[i]), 128);
         }
         if (C::PASS)
@@ -266,7 +267,8 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
         }
         barrier_init_done();
     }
-    if (C::ADDS && threadIdx.x < 24) { /* eight times 1, 1, 1, 0 for the one and for the other, and zeros for both */
+    if (C::ADDS && !C::NUMBERS &&
+        threadIdx.x < 24) { /* eight times 1, 1, 1, 0 for the one and for the other, and zeros for both */
         const int which = threadIdx.x / 8;
         const uint2 one = make_uint2(0x3F803F80, 0x3F80), none = make_uint2(0, 0), x = which == 0 ? one : none,
                     y = which == 1 ? one : none;

@@ -347,7 +347,7 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
     const int after = LEAVES || row / COLUMNS < w.alone ? w.turn : p.grouped ? w.tile + 2 : 0;
     const bool first = LEAVES ? !share.adds(tile) : after == 0, last = LEAVES && share.leaves(tile);
     const uint32_t stage = shared_address(s.stage[tile % 2]), free = shared_address(&s.stage_free[tile % 2]);
-    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::D * (int)sizeof(float);
+    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::HEAD * (int)sizeof(float);
     int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
     float *sums = p.sums.at(h, w.sums, row);
     asm volatile("" : "+l"(sums)); /* known before the turn comes: from then on others wait */
@@ -362,7 +362,7 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
     }
     wait(shared_address(&s.staged[tile % 2]), tile / 2 & 1);
     if (last) {
-        if constexpr (LEAVES)
+        if constexpr (LEAVES && !C::NUMBERS) /* else it has gone from the registers */
             for (int strip = 0; strip < COLUMNS / 16; strip++)
                 for (int i = 0; i * 64 < C::D; i++)
                     store_box(strip_at<C>(stage, strip) + i * 2048, p.out.map, i * 64, w.other_row + row + strip * 16,

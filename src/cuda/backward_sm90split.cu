@@ -1,10 +1,11 @@
 /* Backward for fp32 on Hopper, head sizes to 128: each operand is two numbers of fp16 (split.cuh), and what feeds the
  * warpgroups is what feeds those of fp16 (backward_sm90_feed.cuh): to it a tensor of HEAD columns of fp32 is one of 2 HEAD
- * columns of fp16. Without atomics, by two kernels that own rows and meet the other side 64 columns at a time:
+ * columns of fp16. Kernels own rows and meet the other side 64 columns at a time:
  *
  *     dK, dV   64 keys. One warpgroup computes S^T, P and dV += P^T dO, the other dP^T, dS and dK += dS^T Q; P passes from
- *              the first to the second in fp32
- *     dQ       64 queries for each of two or three warpgroups, which do everything for them
+ *              the first to the second in fp32. At head sizes to 64 there are registers for a third, to which dS passes: it
+ *              computes dQ = dS K, which is summed in memory, for each query in the order of the keys
+ *     dQ       at larger ones: 64 queries for each of two warpgroups, which do everything for them
  *
  * P carries 2^14. Each row of dS, and one of P where that is not enough, gets a power of two that brings its largest close
  * to 2^15, so that it is far from fp16's smallest numbers; each tile's part of a result is summed by itself and added to the others in fp32.
@@ -25,10 +26,24 @@ constexpr int QUERIES = 128; /* of a block that owns queries */
 
 template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
 struct dkv_shape : backward_shape<true, PARTS * HEAD, SPLIT_ROWS, WIDE ? 1 : 2, WIDE ? 2 : 4, 2, 0, 0, 4> {
+    static constexpr bool SOON = false,
+                          BY_ROLE = false; /* K and V are given back together, and with the piece of work */
+    static constexpr int WORKS = WIDE ? 1 : 2;
+    typedef uint64_t own_rows; /* K and V as left operands */
+};
+
+/* With dQ, which needs few registers, so that there are some for K and V: P and dS leave shared memory little time. */
+template <int PARTS>
+struct dkv_shape<64, PARTS, false> : backward_shape<true, PARTS * 64, SPLIT_ROWS, 2, 4, 2, OWNER, 2, 4> {
+    static constexpr bool NUMBERS = true;
+    static constexpr int HEAD = 64, MANY = 192, SOME = 96;
+    typedef held_rows<PARTS> own_rows;
 };
 
 template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
 struct dq_shape : backward_shape<false, PARTS * HEAD, QUERIES, WIDE ? 1 : 2, WIDE ? 2 : 4, WIDE ? 1 : 2> {
+    static constexpr bool SOON = false;
+    static constexpr int WORKS = WIDE ? 1 : 2;
 };
 
 /* ---- Sums -------------------------------------------------------------------------------------------------------- */
@@ -100,9 +115,11 @@ __device__ inline void weigh(float (&S)[COLUMNS / 2], float c, bool whole, const
     }
 }
 
-/* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14. */
-template <class Weights, class Terms>
-__device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weights P, Terms delta, int (&by)[2])
+/* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14.
+ * pass(i, dS): these of dS, times 2^14. */
+template <class Weights, class Terms, class Pass>
+__device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weights P, Terms delta, int (&by)[2],
+                                     Pass pass)
 {
     for (; shifts > 100; shifts -= 100) /* so that its power of two is a number of fp32 */
 #pragma unroll
@@ -116,6 +133,7 @@ __device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weigh
 #pragma unroll
         for (int e = 0; e < 4; e++)
             dP[4 * i + e] = fmaf(dP[4 * i + e], down, -delta(4 * i + e)) * weights[e];
+        pass(i, &dP[4 * i]);
     }
     raise_rows((float(&)[1][COLUMNS / 8][4]) dP, by);
     by[0] += TOP, by[1] += TOP;
@@ -125,11 +143,22 @@ __device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weigh
 
 /* A piece of keys meets the queries of all heads that share the keys, tile after tile, in each the heads one after the
  * other. Where the shifts of tile i are. */
-__device__ inline int met_at(const split_job &p, const piece &w, int i)
+template <class C> __device__ inline int met_at(const split_job &p, const piece &w, int i)
 {
     const int step = i / p.job.a.G;
-    return (int)split_at(p.other[0], w.other_batch, w.head * p.job.a.G + i - step * p.job.a.G, w.other_row + w.start) +
-           step * COLUMNS;
+    return (int)split_at(p.other[0], w.other_batch, w.head * p.job.a.G + i - step * p.job.a.G,
+                         w.other_row + column_at<C>(w, step));
+}
+
+/* Where in its tile a thread puts four numbers at a time that pass: so that those who read them by columns, eight bytes
+ * at a time, find them in different banks. */
+__device__ inline int place_to_pass(int thread) { return thread ^ (thread >> 1 & 4) ^ (thread >> 3 & 2); }
+
+template <class C> __device__ inline void leave_piece(backward_shared<C> &s, int slot)
+{
+    release(&s.own_free[slot]);
+    if (C::ADDS)
+        release(&s.work_free[slot]);
 }
 
 template <int HEAD, class C> __device__ inline void values_role(const split_job &p, backward_shared<C> &s)
@@ -143,12 +172,13 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         if (!uniform(w.exists))
             break;
         const int all = uniform(w.tiles) * a.G;
-        const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
+        typename C::own_rows K;
+        take_rows(K, shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
         const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
-        int column = w.start;
+        const int2 *const range = C::ADDS ? p.job.ranges + w.ranges + row : &s.range[slot][row];
         shifts_ahead q_shifts, g_shifts;
-        const auto of_q = [&](int i) { return p.other[0].shifts + met_at(p, w, i); };
-        const auto of_g = [&](int i) { return p.other[1].shifts + met_at(p, w, i); };
+        const auto of_q = [&](int i) { return p.other[0].shifts + met_at<C>(p, w, i); };
+        const auto of_g = [&](int i) { return p.other[1].shifts + met_at<C>(p, w, i); };
         const auto q_shift = [&](int i) { return q_shifts.get(i, all, of_q); };
         const auto g_shift = [&](int i) { return g_shifts.get(i, all, of_g); };
         if (all)
@@ -158,12 +188,12 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         /* From S to P of a tile, which is handed over. */
         const auto finish = [&](float(&S)[COLUMNS / 2], int shift) {
             const float *const L = s.L[tile % C::FIRST] + lane % 4 * 2;
-            weigh(S, exponent_scale<HEAD>(a, k_shift + shift),
-                  column >= w.inside[0] && column + COLUMNS <= w.outside[0], &s.range[slot][row], column + lane % 4 * 2,
+            const int care = uniform(s.care[tile % C::FIRST][0]);
+            weigh(S, exponent_scale<HEAD>(a, k_shift + shift), care < 0, range, care + lane % 4 * 2,
                   [&](int e) { return L[column_of(e)]; });
             release_first(s, tile);
             wait_to_pass(s, tile);
-            float4 *const to = (float4 *)s.pass[tile % 2 * 2] + threadIdx.x % 128;
+            float4 *const to = (float4 *)s.pass[tile % 2 * 2] + place_to_pass(threadIdx.x % 128);
 #pragma unroll
             for (int i = 0; i < COLUMNS / 8; i++)
                 to[i * 128] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
@@ -172,7 +202,6 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         float T[HEAD / 2]; /* P^T dO of a tile is added when the next S is under way */
         clear(T);
         int by[2], held[2] = { 1000, 1000 }; /* of P^T dO of the tile before, and of T */
-        int heads = a.G;                     /* that have yet to meet the present column */
         const auto split = [&](float(&S)[COLUMNS / 2], int g_shift) {
             int raised[2];
             split_weights(hi, lo, S, raised);
@@ -189,8 +218,6 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
 #pragma unroll 1
         for (int j = 1; j < all; j++, tile++) {
             float S[COLUMNS / 2];
-            if (--heads == 0)
-                heads = a.G, column += COLUMNS;
             wait_first(s, tile);
             wait_second(s, tile - 1);
             multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
@@ -212,7 +239,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         if (a.d_v.data)
             dV.write(1.0f, a.d_v, a.Dv, w.rows,
                      [&](int r) { return row_at(a.d_v, w.batch, w.head, a.col + (w.memory_row + r) * a.col_step); });
-        release(&s.own_free[slot]);
+        leave_piece(s, slot);
     }
 }
 
@@ -227,13 +254,15 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
         if (!uniform(w.exists))
             return;
         const int all = uniform(w.tiles) * a.G;
-        const uint64_t V = tile_at(shared_address(s.own[0][1]) + slot * (int)sizeof(s.own[0]));
+        typename C::own_rows V;
+        take_rows(V, shared_address(s.own[0][1]) + slot * (int)sizeof(s.own[0]));
         const int own = (int)split_at(p.own[0], w.batch, w.head, w.memory_row);
         const int k_shift = p.own[0].shifts[own].s, v_shift = p.own[1].shifts[own].s;
-        bool again = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
+        const bool own_strange = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
+        bool again = own_strange;
         shifts_ahead q_shifts, g_shifts;
-        const auto of_q = [&](int i) { return p.other[0].shifts + met_at(p, w, i); };
-        const auto of_g = [&](int i) { return p.other[1].shifts + met_at(p, w, i); };
+        const auto of_q = [&](int i) { return p.other[0].shifts + met_at<C>(p, w, i); };
+        const auto of_g = [&](int i) { return p.other[1].shifts + met_at<C>(p, w, i); };
         const auto q_shift = [&](int i) { return q_shifts.get(i, all, of_q); };
         const auto g_shift = [&](int i) { return g_shifts.get(i, all, of_g); };
         if (all)
@@ -241,35 +270,42 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
         gradient<HEAD> dK;
         operand hi, lo;
         int by[2] = {}; /* of dS Q of the tile before */
-        /* From dP to dS of a tile. */
+        /* From dP to dS of a tile, which is handed over where dQ is computed beside dK. */
         const auto finish = [&](float(&dP)[COLUMNS / 2], const shift &g, int(&raised)[2]) {
             const float *const delta = s.delta[tile % C::SECOND] + lane % 4 * 2;
-            const float4 *const from = (const float4 *)s.pass[tile % 2 * 2] + threadIdx.x % 128;
-            again |= g.strange;
+            float4 *const pass = (float4 *)s.pass[tile % 2 * 2] + place_to_pass(threadIdx.x % 128);
             wait_passed(s, tile);
             wait_first(s, tile); /* Q for the next round */
             differentiate(
-                dP, v_shift + g.s, [&](int i) { return from[i * 128]; }, [&](int e) { return delta[column_of(e)]; },
-                raised);
-            release(&s.pass_free[tile % 2]);
+                dP, v_shift + g.s, [&](int i) { return pass[i * 128]; }, [&](int e) { return delta[column_of(e)]; },
+                raised,
+                [&](int i, const float *dS) {
+                    if (C::ADDS) /* keys r and r + 8 of a query beside each other */
+                        pass[i * 128] = make_float4(dS[0], dS[2], dS[1], dS[3]);
+                });
+            release(C::ADDS ? &s.ds_full[tile % 2] : &s.pass_free[tile % 2]);
             release_second(s, tile);
         };
         const auto add = [&](const float(&T)[HEAD / 2]) {
             release_first(s, tile - 1);
             dK.add(T, by);
         };
-        const auto look_at_q = [&](const shift &q, const int(&raised)[2]) {
-            again |= q.strange || k_shift + q.s < p.exact_below;
+        const auto look_at_shifts = [&](int i, const shift &q, const shift &g, const int(&raised)[2]) {
+            const bool strange = q.strange || g.strange || k_shift + q.s < p.exact_below;
+            again |= strange;
             by[0] = raised[0] + q.s, by[1] = raised[1] + q.s;
+            if (C::ADDS && (strange || own_strange) && threadIdx.x % 128 == 0) /* nor is dQ what it should be */
+                p.other[0].marks[met_at<C>(p, w, i)] = *p.any = 1;
         };
         if (all) {
             float dP[COLUMNS / 2];
             int raised[2];
             wait_second(s, tile);
             multiply_scores<HEAD, C::ROWS, C::D / HEAD>(dP, V, second_tile(s, tile)); /* dP^T = V dO^T */
-            finish(dP, g_shift(0), raised);
+            const shift g = g_shift(0);
+            finish(dP, g, raised);
             split_weights(hi, lo, dP);
-            look_at_q(q_shift(0), raised);
+            look_at_shifts(0, q_shift(0), g, raised);
             tile++;
         }
 #pragma unroll 1
@@ -282,9 +318,10 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
             add(T); /* dK += dS^T Q of the tile before */
             keep_order(tile);
             wgmma_wait<0>();
-            finish(dP, g_shift(j), raised);
+            const shift g = g_shift(j);
+            finish(dP, g, raised);
             split_weights(hi, lo, dP);
-            look_at_q(q_shift(j), raised);
+            look_at_shifts(j, q_shift(j), g, raised);
         }
         if (all) {
             float T[HEAD / 2];
@@ -296,7 +333,88 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
                      [&](int r) { return row_at(a.d_k, w.batch, w.head, a.col + (w.memory_row + r) * a.col_step); });
         if (again && threadIdx.x % 128 == 0)
             p.own[0].marks[own] = *p.any = 1;
-        release(&s.own_free[slot]);
+        leave_piece(s, slot);
+    }
+}
+
+/* dS of a tile as it has been passed, with queries as rows. */
+__device__ inline void read_across(float (&X)[COLUMNS / 2], const uint4 *pass)
+{
+    const int warp = threadIdx.x / 32 % 4, query = threadIdx.x % 32 / 4, key = threadIdx.x % 4 * 2;
+    const float2 *const from = (const float2 *)pass + query % 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) /* queries, 8 apart */
+#pragma unroll
+        for (int k = 0; k < COLUMNS / 16; k++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int thread = (key + e) * 4 + query / 2;
+                const float2 two = from[((2 * warp + i) * 128 + k * 32 + place_to_pass(thread)) * 2];
+                X[8 * k + 2 * i + e] = two.x, X[8 * k + 4 + 2 * i + e] = two.y;
+            }
+}
+
+/* dQ = dS K of one tile after the other, sent to its sums: see keep_turns(). Where it LEAVES with the last keys, what others
+ * have summed joins these here. */
+template <int HEAD, class C, bool LEAVES> __device__ inline void sums_role(const split_job &p, backward_shared<C> &s)
+{
+    const args &a = p.job.a;
+    for (int n = 0, tile = 0;; n++) {
+        const int slot = n % C::SLOTS;
+        const piece &w = s.work[slot];
+        wait(shared_address(&s.own_full[slot]), n / C::SLOTS & 1);
+        if (!uniform(w.exists))
+            return;
+        const int all = uniform(w.tiles) * a.G;
+        const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]), C::ROWS * 128);
+        const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
+        const dq_share mine = LEAVES ? share_of(p.job, w, tile) : dq_share{},
+                       share = { uniform(mine.stored), uniform(mine.leaving), uniform(mine.end) };
+        int column = column_at<C>(w, 0), heads = a.G; /* that have yet to meet it */
+#pragma unroll 1
+        for (int j = 0; j < all; j++, tile++) {
+            float X[COLUMNS / 2], T[HEAD / 2];
+            operand hi, lo;
+            int by[2];
+            wait(shared_address(&s.ds_full[tile % 2]), tile / 2 & 1);
+            read_across(X, s.pass[tile % 2 * 2]);
+            release(&s.pass_free[tile % 2]);
+            raise_rows((float(&)[1][COLUMNS / 8][4]) X, by);
+            split_weights(hi, lo, X);
+            multiply_in_turn<HEAD, C::D / HEAD>(T, hi, lo, K);
+            float first[2], second[2]; /* together a.scale 2^-by, which may be no number of fp32 */
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int down = max(-250, min(250, -(by[r] + TOP + k_shift)));
+                first[r] = a.scale * given_back<COLUMNS / 16> * power(down / 2), second[r] = power(down - down / 2);
+            }
+#pragma unroll
+            for (int i = 0; i < HEAD / 2; i++)
+                T[i] *= first[i / 2 % 2], T[i] *= second[i / 2 % 2];
+            wait(shared_address(&s.stage_free[tile % 2]), tile / 2 & 1 ^ !LEAVES); /* see take_turn() */
+            float4 *const stage = s.stage[tile % 2] + threadIdx.x / 32 % 4 * (4 * HEAD) + threadIdx.x % 32;
+            if (LEAVES && share.leaves(tile)) {
+                if (share.reads(tile))
+#pragma unroll
+                    for (int i = 0; i < HEAD / 8; i++) {
+                        const float4 x = stage[i * 32];
+                        T[4 * i] += x.x, T[4 * i + 1] += x.y, T[4 * i + 2] += x.z, T[4 * i + 3] += x.w;
+                    }
+                const int top = column + threadIdx.x / 32 % 4 * 16, h = w.head * a.G + a.G - heads;
+                store_rows_fp32<HEAD, 1>((const float(&)[1][HEAD / 8][4]) T, a.d_q, a.D, false, [&](int r) {
+                    return top + r < w.columns ? row_at(a.d_q, w.other_batch, h, w.other_row + top + r) : NOWHERE;
+                });
+            } else {
+#pragma unroll
+                for (int i = 0; i < HEAD / 8; i++)
+                    stage[i * 32] = make_float4(T[4 * i], T[4 * i + 1], T[4 * i + 2], T[4 * i + 3]);
+            }
+            fence_async();
+            release(&s.staged[tile % 2]);
+            if (--heads == 0)
+                heads = a.G, column -= COLUMNS;
+        }
+        leave_piece(s, slot);
     }
 }
 
@@ -309,11 +427,20 @@ __global__ void __launch_bounds__(dkv_shape<HEAD, PARTS>::THREADS, 1) dkv_sm90sp
     auto &s = *(backward_shared<C> *)memory;
     init_barriers(s);
     const int group = uniform(threadIdx.x / 128);
-    if (group == C::CONSUMERS) {
+    if (group == C::CONSUMERS + C::OWNERS) {
         fewer_registers<C::FEW>();
         produce<C>(p.job, s);
         return;
     }
+    if constexpr (C::OWNERS != 0)
+        if (group == C::CONSUMERS) {
+            fewer_registers<C::SOME>();
+            if (p.job.leaves)
+                sums_role<HEAD, C, true>(p, s);
+            else
+                sums_role<HEAD, C, false>(p, s);
+            return;
+        }
     more_registers<C::MANY>();
     if (group == 0)
         values_role<HEAD, C>(p, s);
@@ -321,12 +448,34 @@ __global__ void __launch_bounds__(dkv_shape<HEAD, PARTS>::THREADS, 1) dkv_sm90sp
         keys_role<HEAD, C>(p, s);
 }
 
+/* dQ from its sums: a block for each 64 queries of each head. */
+template <int HEAD>
+__global__ void __launch_bounds__(128)
+    finish_split(const __grid_constant__ args a, dq_sums sums, const int *turns, int tiles)
+{
+    const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
+    let_next_start();
+    wait_for_last();
+    const span q = span_of(a, b);
+    const bool any = turns[place_of(a, piece_at(a, false, COLUMNS, b, tile), h)]; /* else nothing is there */
+    const int top = tile * COLUMNS + threadIdx.x / 32 * 16;
+    if (top >= q.rows)
+        return;
+    const float4 *const from = (const float4 *)sums.at(h, piece_at(a, false, 16, b, 0), top) + threadIdx.x % 32;
+    float dQ[1][HEAD / 8][4];
+#pragma unroll
+    for (int i = 0; i < HEAD / 8; i++)
+        *(float4 *)dQ[0][i] = any ? from[i * 32] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    store_rows_fp32<HEAD, 1>(dQ, a.d_q, a.D, false, [&](int r) {
+        return top + r < q.rows ? row_at(a.d_q, q.q_batch, h, q.q_row + top + r) : NOWHERE;
+    });
+}
+
 /* ---- Queries ----------------------------------------------------------------------------------------------------- */
 
 template <int HEAD, class C, int GROUP> __device__ inline void queries_role(const split_job &p, backward_shared<C> &s)
 {
     constexpr int PARTS = C::D / HEAD;
-    constexpr bool EARLY_DP = HEAD == 64; /* there are registers for dP beside all else */
     const args &a = p.job.a;
     const int lane = threadIdx.x % 32, row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     for (int n = 0, tile = 0;; n++) {
@@ -377,34 +526,22 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
                 multiply_scores<HEAD, C::ROWS, PARTS>(S, Q, first_tile(s, tile)); /* S = Q K^T */
                 finish(S, j);
             } else {
-                float T[HEAD / 2], small[COLUMNS / 2];
+                float T[HEAD / 2];
                 multiply_both<HEAD, C::ROWS, PARTS>(S, Q, first_tile(s, tile), T, hi, lo, first_tile(s, tile - 1));
-                if (EARLY_DP) {
-                    wait_second(s, tile);
-                    start_apart<HEAD, C::ROWS, PARTS>(dP, small, dO, second_tile(s, tile)); /* dP = dO V^T */
-                }
                 finish(S, j);
                 keep_order(tile);
-                wgmma_wait<EARLY_DP ? 1 : 0>();
+                wgmma_wait<0>();
                 add(T); /* dQ += dS K of the tile before */
-                if (EARLY_DP) {
-                    keep_order(tile);
-                    wgmma_wait<0>();
-                    if (PARTS == 2)
-                        join(dP, small);
-                }
             }
-            if (!EARLY_DP || j == begin) {
-                wait_second(s, tile);
-                multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile));
-            }
+            wait_second(s, tile);
+            multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
             release_second(s, tile);
             const shift v = v_shifts.get(j - begin, end - begin, of_v);
             again |= k.strange || v.strange || q_shift + k.s < p.exact_below;
             differentiate(
                 dP, g_shift + v.s,
                 [&](int i) { return make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]); },
-                [&](int e) { return delta[e / 2 % 2]; }, by);
+                [&](int e) { return delta[e / 2 % 2]; }, by, [](int, const float *) {});
             before = k.s;
             split_weights(hi, lo, dP);
         }
@@ -440,10 +577,8 @@ __global__ void __launch_bounds__(dq_shape<HEAD, PARTS>::THREADS, 1) dq_sm90spli
     more_registers<C::MANY>();
     if (group == 0)
         queries_role<HEAD, C, 0>(p, s);
-    else if (group == 1)
+    else
         queries_role<HEAD, C, 1>(p, s);
-    else if (C::CONSUMERS == 3)
-        queries_role<HEAD, C, C::CONSUMERS - 1>(p, s);
 }
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
@@ -451,6 +586,7 @@ __global__ void __launch_bounds__(dq_shape<HEAD, PARTS>::THREADS, 1) dq_sm90spli
 struct split_space {
     split_tensors split;
     piece_table keys, queries;
+    dq_sums sums; /* at head sizes to 64 */
 };
 
 /* Returns the bytes that it takes. */
@@ -467,6 +603,13 @@ static size_t lay_out(const heed_problem *p, void *memory, split_space *s)
     split.q.marks = (int *)space.take(rows * sizeof(int));
     heed_sm90_take_table(&space, &s->keys, p, &p->a.k, SPLIT_ROWS, COLUMNS);
     heed_sm90_take_table(&space, &s->queries, p, &p->a.q, QUERIES, COLUMNS);
+    if (split_width_of(p) == 64) {
+        const int64_t all = p->a.q.shape[0] * p->a.q.shape[2];
+        s->sums.strips = (int)(all / 16 + p->B + 1), s->sums.width = 64;
+        s->sums.data = (float *)space.take((size_t)(p->Hq * s->sums.strips * 16 * 64) * sizeof(float));
+        split.turns = (int *)space.take((size_t)(all / COLUMNS + p->B + 1) * p->Hq * TURN_APART * sizeof(int));
+        split.turn_count = (int)((all / COLUMNS + p->B + 1) * p->Hq * TURN_APART);
+    }
     return space.bytes;
 }
 
@@ -477,14 +620,15 @@ static int64_t keys_of(const args &a)
 }
 
 /* Heads that are worked on at the same time, longest pieces first, as heed_sm90_heads_together() has it. Who is done with the
- * last of these waits for the others: so they are all heads where pieces are few, and else equally many each time. */
-static int heads_together(const args &a, int64_t tiles, int64_t heads, int64_t bytes_of_head, int units)
+ * last of these waits for the others: so they are all heads where pieces are few, and else equally many each time. Where
+ * keys take turns, the fewer of a head are at work, the better. */
+static int heads_together(const args &a, bool turns, int64_t tiles, int64_t heads, int64_t bytes_of_head, int units)
 {
-    if (a.left >= FAR && a.right >= FAR)
+    if (a.left >= FAR && a.right >= FAR && !turns)
         return 1;
     if (tiles * heads <= 8 * units)
         return (int)heads;
-    const int64_t most = HEED_MAX(1, ((int64_t)32 << 20) / HEED_MAX(bytes_of_head, 1));
+    const int64_t most = HEED_MAX(turns ? tiles_of(units, tiles) : 1, ((int64_t)32 << 20) / HEED_MAX(bytes_of_head, 1));
     return (int)tiles_of(heads, tiles_of(heads, most));
 }
 
@@ -500,7 +644,7 @@ static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, c
     backward_job &job = p.job;
     job.pieces = pieces.pieces, job.ranges = pieces.ranges, job.lengths = pieces.lengths;
     job.tiles = pieces.tiles, job.count = pieces.tiles * a.B * heads;
-    job.together = heads_together(a, job.tiles, a.B * heads, other_rows * (C::KEYS ? a.G : 1) * C::D * 4,
+    job.together = heads_together(a, C::ADDS, job.tiles, a.B * heads, other_rows * (C::KEYS ? a.G : 1) * C::D * 4,
                                   plan->device.units);
     heed_status status = HEED_OK;
     for (int i = 0; i < 2 && !status; i++) {
@@ -516,31 +660,48 @@ static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, c
                     : launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
 }
 
-template <int HEAD, int PARTS>
-static heed_status run_both(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
+/* Whether every row sees a key, so that dQ can leave with the last keys. It is worth while where heads are short: these have
+ * more to wait for, and a pass over all sums is saved. */
+static bool all_rows_see(const args &a)
 {
+    const span &s = a.all;
+    const bool all = a.left >= FAR && a.right >= FAR && s.keys;
+    return a.uniform && a.d_q.data && (all || (s.unit && s.low < s.high && s.high > 0 && s.rows - 1 + s.low < s.keys));
+}
+
+template <int HEAD, int PARTS>
+static heed_status run_all(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
+{
+    typedef dkv_shape<HEAD, PARTS> keys_shape;
     const int64_t keys = keys_of(p.job.a);
     const args &a = p.job.a;
     const split_tensors &split = s.split;
     heed_status status = HEED_OK;
     p.job.counter = split.zeros;
-    if (a.d_k.data || a.d_v.data)
+    p.job.leaves = keys_shape::ADDS && s.keys.tiles <= LEAVING && all_rows_see(a);
+    if (a.d_k.data || a.d_v.data || keys_shape::ADDS)
         status = run<HEAD, dkv_shape<HEAD, PARTS>>(dkv_sm90split<HEAD, PARTS>, p, s.keys, { split.k, split.v },
                                                    { split.q, split.d_o }, keys, a.q_rows, false, plan, x);
     p.job.counter = split.zeros + 1;
-    if (a.d_q.data && !status)
-        status = run<HEAD, dq_shape<HEAD, PARTS>>(dq_sm90split<HEAD, PARTS>, p, s.queries, { split.q, split.d_o },
-                                                  { split.k, split.v }, a.q_rows, keys, a.d_k.data || a.d_v.data, plan,
-                                                  x);
-    return status;
+    if (!a.d_q.data || status)
+        return status;
+    if constexpr (keys_shape::ADDS) {
+        if (p.job.leaves)
+            return HEED_OK;
+        const int tiles = (int)tiles_of(a.Sq, COLUMNS);
+        return launch_next(finish_split<HEAD>, (int64_t)tiles * a.B * a.Hq, 128, 0, x, a, s.sums, split.turns, tiles);
+    } else
+        return run<HEAD, dq_shape<HEAD, PARTS>>(dq_sm90split<HEAD, PARTS>, p, s.queries, { split.q, split.d_o },
+                                                { split.k, split.v }, a.q_rows, keys, a.d_k.data || a.d_v.data, plan,
+                                                x);
 }
 
 static heed_status run(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
 {
     const bool narrow = split_width(p.job.a) == 64;
     if (s.split.hi_only)
-        return narrow ? run_both<64, 1>(p, s, plan, x) : run_both<128, 1>(p, s, plan, x);
-    return narrow ? run_both<64, 2>(p, s, plan, x) : run_both<128, 2>(p, s, plan, x);
+        return narrow ? run_all<64, 1>(p, s, plan, x) : run_all<128, 1>(p, s, plan, x);
+    return narrow ? run_all<64, 2>(p, s, plan, x) : run_all<128, 2>(p, s, plan, x);
 }
 
 size_t heed_backward_workspace_sm90split(const heed_problem *p, const heed_plan *plan)
@@ -567,6 +728,7 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
     s.split.hi_only = p->precision == HEED_TF32;
     s.split.gaps = (a.col_step != 1 || a.col) && !a.lengths_k && !a.offsets_k;
     job.job.a = a, job.job.L = s.split.L, job.job.delta = s.split.delta, job.job.pitch = a.q_rows;
+    job.job.sums = s.sums, job.job.turns = s.split.turns, job.job.any_order = x->nondeterministic;
     job.exact_below = split_exact_below(a), job.any = s.split.zeros + 2;
     if (!heed_elements(&p->a.q) || keys_of(a) == 0) { /* the sums are over nothing, and there are no maps */
         const heed_gradient &g = p->g;
@@ -582,7 +744,7 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
     const marked only = { job.any, s.split.k.marks, s.split.q.marks };
     if (s.split.hi_only && !status) { /* what is marked wants lo too */
         split_tensors both = s.split;
-        both.hi_only = both.gaps = false, both.zeros = both.k.marks = both.q.marks = NULL;
+        both.hi_only = both.gaps = false, both.zeros = both.k.marks = both.q.marks = both.turns = NULL;
         status = heed_cuda_split(a, both, true, job.any, x);
     }
     return status ? status : heed_cuda_backward_marked(a, s.split, only, 2 * plan->device.units, x);

@@ -175,6 +175,8 @@ __global__ void __launch_bounds__(threads_of<D>, D > 128  ? 1
         for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < split_at(to.q, a.offsets_q ? 1 : a.B, 0, 0);
              i += gridDim.x * blockDim.x)
             to.q.marks[i] = 0;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; to.turns && i < to.turn_count; i += gridDim.x * blockDim.x)
+        to.turns[i] = 0;
 #pragma unroll 1
     for (int index = blockIdx.x; index < all; index += gridDim.x) {
         split_one<D, SUMS>(a, to, n, index);

@@ -242,8 +242,10 @@ struct split_tensors {
     row_facts_split *facts;
     float *L, *delta; /* [batch][head][row] */
     int *zeros;       /* three numbers that are to become 0 */
-    bool hi_only;     /* lo is not wanted */
-    bool gaps;        /* dK and dV of keys off the stride are to become 0 */
+    int *turns;       /* and so many more */
+    int turn_count;
+    bool hi_only; /* lo is not wanted */
+    bool gaps;    /* dK and dV of keys off the stride are to become 0 */
 };
 
 /* split.cu. On Hopper, early: it need not wait for the kernel before it. when: it does nothing where this is 0, which is

@@ -48,6 +48,46 @@ __device__ inline void multiply_small(float (&S)[SPLIT_ROWS / 2], uint64_t A, ui
     multiply_parts<HEAD, A_ROWS>(S, A, on(B, HEAD / 64 * SPLIT_ROWS * 128), 1);
 }
 
+/* 64 columns as a left operand in registers. */
+typedef uint32_t operand[SPLIT_ROWS / 16][4];
+
+/* 64 rows of 64 columns of A in registers, and how they, or the name of a tile, come from an address. */
+template <int PARTS> struct held_rows {
+    operand part[PARTS];
+};
+
+__device__ inline void take_rows(uint64_t &A, uint32_t address) { A = tile_at(address); }
+
+template <int PARTS> __device__ inline void take_rows(held_rows<PARTS> &A, uint32_t address)
+{
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, half = threadIdx.x / 16 % 2;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+#pragma unroll
+        for (int k = 0; k < SPLIT_ROWS / 16; k++)
+            load_matrices(A.part[i][k], address + (i * SPLIT_ROWS + row) * 128 + ((2 * k + half ^ row % 8) << 4));
+}
+
+__device__ inline void multiply_held(float (&S)[SPLIT_ROWS / 2], const operand &A, uint64_t B, int keep)
+{
+#pragma unroll
+    for (int k = 0; k < SPLIT_ROWS / 16; k++)
+        wgmma<__half, SPLIT_ROWS>::template registers<0>(S, A[k], on(B, k * 32), k ? 1 : keep);
+}
+
+template <int HEAD, int A_ROWS, int PARTS>
+__device__ inline void multiply_parts(float (&S)[SPLIT_ROWS / 2], const held_rows<PARTS> &A, uint64_t B, int keep)
+{
+    multiply_held(S, A.part[0], B, keep);
+}
+
+template <int HEAD, int A_ROWS, int PARTS>
+__device__ inline void multiply_small(float (&S)[SPLIT_ROWS / 2], const held_rows<PARTS> &A, uint64_t B)
+{
+    multiply_held(S, A.part[PARTS - 1], B, 0);
+    multiply_held(S, A.part[0], on(B, SPLIT_ROWS * 128), 1);
+}
+
 __device__ inline void lower(float (&S)[SPLIT_ROWS / 2])
 {
 #pragma unroll
@@ -61,9 +101,6 @@ __device__ inline void join(float (&S)[SPLIT_ROWS / 2], const float (&small)[SPL
     for (int i = 0; i < SPLIT_ROWS / 2; i++)
         S[i] = fmaf(small[i], SMALL, S[i]);
 }
-
-/* P as two operands. */
-typedef uint32_t operand[SPLIT_ROWS / 16][4];
 
 __device__ inline void round_weights(operand &hi, const float (&P)[SPLIT_ROWS / 2])
 {
@@ -135,8 +172,8 @@ struct nothing {
 
 /* S = A B^T, and waits for it: with the sums of multiply_both(), so that a score is the same to the last bit wherever it
  * is computed. What it is off by then cancels in P = exp(S - lse). meanwhile(): scalars that are needed with S. */
-template <int HEAD, int A_ROWS, int PARTS, class Work = nothing>
-__device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, Work meanwhile = {})
+template <int HEAD, int A_ROWS, int PARTS, class Rows, class Work = nothing>
+__device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], const Rows &A, uint64_t B, Work meanwhile = {})
 {
     wgmma_fence();
     if (PARTS == 2) {
@@ -209,8 +246,8 @@ __device__ inline void multiply_in_turn(float (&T)[HEAD / 2], const operand &hi,
 /* Both, and waits for S. T is still under way. There are no registers for large and small sums apart, so there are waits
  * in between. lo is spoilt. before(): what has to be done with the last T, under the first products of S. meanwhile():
  * scalars that are needed with S, and would hold it up when it is there. */
-template <int HEAD, int A_ROWS, int PARTS, class Before = nothing, class Work = nothing>
-__device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, float (&T)[HEAD / 2],
+template <int HEAD, int A_ROWS, int PARTS, class Rows, class Before = nothing, class Work = nothing>
+__device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], const Rows &A, uint64_t B, float (&T)[HEAD / 2],
                                      const operand &hi, operand &lo, uint64_t C, Before before = {},
                                      Work meanwhile = {})
 {
@@ -243,8 +280,8 @@ __device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], uint64_t A, uin
 
 /* Both in the other order, and waits for T. S is still under way. Of two warpgroups, one in either order, one reads two
  * operands from shared memory while the other reads one: two at a time are all that it can give. */
-template <int HEAD, int A_ROWS, int PARTS>
-__device__ inline void multiply_both_values_first(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B,
+template <int HEAD, int A_ROWS, int PARTS, class Rows>
+__device__ inline void multiply_both_values_first(float (&S)[SPLIT_ROWS / 2], const Rows &A, uint64_t B,
                                                   float (&T)[HEAD / 2], const operand &hi, operand &lo, uint64_t C)
 {
     wgmma_fence();
