@@ -1,7 +1,7 @@
 """fp32 on one GPU, heed beside PyTorch's scaled_dot_product_attention, in one process.
 
     python3 bench/fp32.py errors [--lib PATH] [--kernel FAMILY] [--draws 4] [--tf32]   against fp64, by kind of data
-    python3 bench/fp32.py speed  [--lib PATH] [--kernel FAMILY]   medians between CUDA events
+    python3 bench/fp32.py speed  [--lib PATH] [--kernel FAMILY]   between CUDA events, in turns and each by itself
 
 Errors are relative to the RMS of the exact result, and a ratio below 1 means that heed's is the smaller one. PyTorch is
 its efficient backend, the only fused one it has for fp32.
@@ -10,6 +10,7 @@ import argparse
 import ctypes as C
 import math
 import os
+import statistics
 import sys
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from cuda_bench import Heed, median_ms
+from cuda_bench import Heed
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------
@@ -130,27 +131,67 @@ def report_errors(lib, args):
 
 # ---- Speed -----------------------------------------------------------------------------------------------------------
 
+def in_turns(calls, budget_ms=150):
+    """Medians of single calls of all, one of each after the other: milliseconds between events. The GPU is kept busy until a
+    call is queued, so that its time on the CPU does not count."""
+    times = [[] for _ in calls]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    spent = 0
+    while len(times[0]) < 6 or (spent < budget_ms and len(times[0]) < 41):
+        for call, found in zip(calls, times):
+            torch.cuda._sleep(400_000)
+            begin.record(), call(), end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end))
+            spent += found[-1]
+    return [statistics.median(found[1:]) for found in times]
+
+
+def by_itself(call, one_ms, budget_ms=60):
+    """The same call over and over, which keeps the card hot: milliseconds of one."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    repeats = max(2, int(budget_ms / one_ms))
+    for _ in range(repeats):
+        call()
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
 def report_speed(lib, kernel, backward):
-    print("fp32 TFLOP/s              forward: heed  PyTorch  ratio     backward: heed  PyTorch  ratio")
+    ways = ("forward", "backward") if backward else ("forward",)
+    print("fp32 TFLOP/s and ratio, heed and PyTorch in turns; in brackets each by itself, over and over")
+    print(f"{'':26}" + "".join(f"{way + ': heed':>18}{'PyTorch':>16}{'ratio':>15}" for way in ways))
     for shape in ((8, 8, 1024, 64), (4, 16, 4096, 128), (1, 16, 16384, 128)):
         for causal in (False, True):
             q, k, v, g = (torch.randn(shape, device="cuda") for _ in range(4))
             heed = Heed(lib, q, k, v, g, kernel, causal=int(causal))
             flop = 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] / (2 if causal else 1) / 1e9
-            ours = median_ms(heed.forward)
+            line = f"{','.join(map(str, shape)) + (' causal' if causal else ''):<26}"
             leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
             with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-                run = lambda: scaled_dot_product_attention(*leaves, is_causal=causal)
-                with torch.no_grad():
-                    theirs = median_ms(run)
-            line = f"{','.join(map(str, shape)) + (' causal' if causal else ''):<26}"
-            line += f"{flop / ours:13.1f}{flop / theirs:9.1f}{theirs / ours:7.2f}"
-            if backward:
-                o = run()
-                theirs = median_ms(lambda: torch.autograd.grad(o, leaves, g, retain_graph=True))
-                ours = median_ms(heed.backward)
-                line += f"{2.5 * flop / ours:19.1f}{2.5 * flop / theirs:9.1f}{theirs / ours:7.2f}"
-            print(line)
+                o = scaled_dot_product_attention(*leaves, is_causal=causal)
+
+                def forward():
+                    with torch.no_grad():
+                        scaled_dot_product_attention(*leaves, is_causal=causal)
+
+                def back():
+                    torch.autograd.grad(o, leaves, g, retain_graph=True)
+
+                for way, ours, theirs in (("forward", heed.forward, forward), ("backward", heed.backward, back)):
+                    if way not in ways:
+                        continue
+                    ours(), theirs()
+                    turns = in_turns((ours, theirs))
+                    alone = [by_itself(call, ms) for call, ms in zip((ours, theirs), turns)]
+                    work = flop * (2.5 if way == "backward" else 1)
+                    rates = [f"{work / x:.1f} ({work / y:.1f})" for x, y in zip(turns, alone)]
+                    line += f"{rates[0]:>18}{rates[1]:>16}{f'{turns[1] / turns[0]:.2f} ({alone[1] / alone[0]:.2f})':>15}"
+            print(line, flush=True)
 
 
 def main():
