@@ -208,9 +208,10 @@ int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
         }
     const int64_t head_dim = HEED_MAX(HEED_MAX(p->D, p->Dv), 1), width = bytes == 4 && head_dim > 32 ? 64 : head_dim;
     const int terms = bytes == 2 && (p->a.mask.data || p->a.bias.data);
-    const int64_t limit = !(uses & HEED_ONLY_SHORT)  ? HEED_SMALL / width /* fp32 is computed as 32 or 64 */
-                          : head_dim <= 64 && !terms ? HEED_SHORT
-                                                     : HEED_SHORT_WIDE;
+    const int64_t limit = !(uses & HEED_ONLY_SHORT) ? HEED_SMALL / width /* fp32 is computed as 32 or 64 */
+                          : head_dim > 128          ? HEED_SHORT_WIDEST
+                          : head_dim > 64 || terms  ? HEED_SHORT_WIDE
+                                                    : HEED_SHORT;
     if (most > limit)
         snprintf(why, size, "takes up to %" PRId64 " %s %s, these are %" PRId64, limit, keys == most ? "keys" : "rows",
                  terms ? "with a mask or bias" : "of this head_dim", most);

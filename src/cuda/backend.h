@@ -56,7 +56,7 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
         HEED_USES_ORDER | HEED_ONLY_SHORT
 #define HEED_NEEDS_forward_sm90short 90, 90, 227 * 1024, 64, HEED_USES_SHORT
 #define HEED_NEEDS_backward_sm90short HEED_NEEDS_forward_sm90short
-#define HEED_NEEDS_forward_sm90exact 90, 90, 227 * 1024, 128, HEED_USES_SHORT | HEED_USES_LOOSE
+#define HEED_NEEDS_forward_sm90exact 90, 90, 227 * 1024, 256, HEED_USES_SHORT | HEED_USES_LOOSE
 #define HEED_NEEDS_backward_sm90exact HEED_NEEDS_forward_sm90exact
 
 #define HEED_NEEDS_forward_small                                                                                       \

@@ -325,7 +325,7 @@ template <class T> static heed_status run(const args &a, const heed_plan *plan, 
 {
     const int most = (int)tiles_of(HEED_MAX(keys_of(a), a.Sq), MEET) * MEET;
     dim3 grid;
-    const short_division by = divide(a, false, plan, grid);
+    const short_division by = divide(a, plan, grid);
     const auto kernel = has_steps(a)    ? backward_sm90short<T, true, true>
                         : is_general(a) ? backward_sm90short<T, true, false>
                                         : backward_sm90short<T, false, false>;

@@ -154,7 +154,7 @@ static cudaError_t find(const void *kernel, uint64_t context, size_t shared_byte
 }
 
 heed_status heed_cuda_launch_grid(const void *kernel, dim3 blocks, dim3 threads, size_t shared_bytes, bool early,
-                                  const heed_exec *x, void **arguments)
+                                  const heed_exec *x, void **arguments, dim3 cluster)
 {
     if (blocks.x == 0 || blocks.y == 0 || blocks.z == 0)
         return HEED_OK;
@@ -165,12 +165,19 @@ heed_status heed_cuda_launch_grid(const void *kernel, dim3 blocks, dim3 threads,
         error = find(kernel, context, shared_bytes, &handle);
     if (error)
         return heed_cuda_status(error, "finding a kernel");
-    CUlaunchAttribute attribute;
-    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchAttribute attributes[2];
+    unsigned count = 0;
+    if (early) {
+        attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attributes[count++].value.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster.x * cluster.y * cluster.z > 1) {
+        attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attributes[count++].value.clusterDim = { cluster.x, cluster.y, cluster.z };
+    }
     const CUlaunchConfig config = {
         blocks.x,   blocks.y, blocks.z, threads.x, threads.y, threads.z, (unsigned)shared_bytes, (CUstream)x->stream,
-        &attribute, early
+        attributes, count
     };
     return heed_cuda_status((cudaError_t)driver.launch(&config, handle, arguments, NULL), "launching a kernel");
 }

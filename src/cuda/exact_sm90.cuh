@@ -4,7 +4,8 @@
  *     a b = (a2 b0 + a0 b2 + a1 b1) + (a1 b0 + a0 b1) + a0 b0          small ones first, all sums in fp32
  *
  * and what is left out is below 2^-25 of a b. Tiles are 64 x 64, and lie in shared memory as three boxes, x0, x1 and x2. Rows of
- * more than 64 columns take two tiles side by side. */
+ * more than 64 columns take two tiles side by side; those of more than 128 are several blocks', a cluster, which add up what their
+ * columns make of a score. */
 #ifndef HEED_CUDA_EXACT_SM90_CUH
 #define HEED_CUDA_EXACT_SM90_CUH
 
@@ -139,11 +140,38 @@ __device__ inline void multiply_exact(float (&X)[32], const left_exact &P, const
     wgmma_commit();
 }
 
+/* The same with P in shared memory. */
+__device__ inline void multiply_exact_shared(float (&X)[32], const exact_tile &P, const exact_tile &B)
+{
+    const uint64_t a = tile_at(shared_address(P)), b = tile_at(shared_address(B), PART);
+    wgmma_fence();
+#pragma unroll
+    for (int product = 0; product < PRODUCTS; product++)
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            wgmma<bf16, 64>::shared<0, 1>(X, on(a, part_of(LEFT_PARTS, product) * PART + k * 32),
+                                          on(b, part_of(RIGHT_PARTS, product) * PART + k * 2048), product + k);
+    wgmma_commit();
+}
+
 /* Gives back half of what the tensor core cuts off a sum of four steps for each tile on average. */
 template <int TILES = 1> __device__ inline float whole_sum(float x)
 {
     return fmaf(x, 0x1p-24f * 0.18f * (4 * TILES + 1), x);
 }
+
+/* ---- Results ----------------------------------------------------------------------------------------------------- */
+
+/* Of each thread its own: out of registers. to: of the first thread. */
+__device__ inline void leave(float4 *to, const float (&Y)[32])
+{
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+        to[n * SHORT_THREADS] = make_float4(Y[4 * n], Y[4 * n + 1], Y[4 * n + 2], Y[4 * n + 3]);
+}
+
+/* Four columns of a row of a result on its way out, of 64 columns of fp32. */
+__device__ inline float4 &way_out(void *x, int row, int four) { return ((float4 *)x)[row * 16 + (four ^ row % 4 * 2)]; }
 
 /* ---- Scores ------------------------------------------------------------------------------------------------------ */
 

@@ -1,7 +1,7 @@
-/* Forward for few rows and keys on Hopper, fp32 (exact_sm90.cuh): up to 256 with head sizes to 64, up to 192 with head sizes to
- * 128. A block takes 64 rows, and each of its warpgroups 64 keys, with maxima and sums of its own; what they have is added up
- * at the end, in order. They share Q and the tensor core, which serves one after the other: while one has its Q K^T or P V,
- * others wait for their keys, split them, or are at their exponentials. */
+/* Forward for few rows and keys on Hopper, fp32 (exact_sm90.cuh). A block takes 64 rows, and each of its warpgroups 64 keys, with
+ * maxima and sums of its own; what they have is added up at the end, in order. They share Q and the tensor core, which serves one
+ * after the other: while one has its Q K^T or P V, others wait for their keys, split them, or are at their exponentials. Where
+ * rows are wider than 128 columns the blocks of a cluster have 64 each, of Q, K and V and of O. */
 #include "exact_sm90.cuh"
 
 template <int TILES> constexpr int MOST_GROUPS = (TILES == 1 ? HEED_SHORT : HEED_SHORT_WIDE) / 64;
@@ -16,6 +16,8 @@ template <int TILES> struct alignas(1024) exact_room {
     /* A group's K, when it is done with V, and at last O on its way out. */
     typedef exact_tile tiles[TILES];
     __device__ tiles &met(int group) { return ((tiles *)(this + 1))[group]; }
+    /* After all of these, where there are more columns than this block's: what these make of a group's scores. */
+    __device__ float4 *part(int group) { return (float4 *)&met(blockDim.x / SHORT_THREADS) + group * 1024; }
 };
 
 /* Barriers by name: all sums are there; the tensor core is a group's (from its number on); a group by itself. */
@@ -33,14 +35,27 @@ __device__ static bool all_of_group(int group, bool so)
     return all;
 }
 
-/* Four columns of a row of O on its way out. */
-__device__ static float4 &way_out(exact_tile &x, int row, int four)
+/* The scores of all columns from what each block's columns make of them, in their order. */
+__device__ static void add_up_columns(float (&S)[32], const float4 *part)
 {
-    return ((float4 *)x)[row * 16 + (four ^ row % 4 * 2)];
+    const uint32_t at = shared_address(part);
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+        S[i] = 0.0f;
+#pragma unroll 1
+    for (int block = 0; block < cluster_depth(); block++) {
+        const bool here = block == cluster_place(); /* other blocks' are far away */
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const float4 x = here ? part[n * SHORT_THREADS]
+                                  : load_of_block<float4>(at + n * (SHORT_THREADS * 16), block);
+            S[4 * n] += x.x, S[4 * n + 1] += x.y, S[4 * n + 2] += x.z, S[4 * n + 3] += x.w;
+        }
+    }
 }
 
-/* Head sizes to 64 TILES. GENERAL: what the scores need beyond scale and band. */
-template <int TILES, bool GENERAL>
+/* Head sizes to 64 TILES, or WIDE ones. GENERAL: what the scores need beyond scale and band. */
+template <int TILES, bool WIDE, bool GENERAL>
 __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     forward_sm90exact(const __grid_constant__ args a)
 {
@@ -57,10 +72,11 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     }
     __syncthreads();
     wait_where_needed<GENERAL>(a);
-    const span s = span_of(a, own_sequence(a));
+    const int z = WIDE ? cluster_number() : blockIdx.z, of_row = WIDE ? cluster_place() : 0; /* its first tile */
+    const span s = span_of(a, a.B >= a.Hq ? blockIdx.x : z);
     if (i0 >= s.rows)
         return;
-    const head x = head_of(a, s, own_head(a));
+    const head x = head_of(a, s, a.B >= a.Hq ? z : blockIdx.x);
     const int hk = a.G == 1 ? x.h : x.hk, own = thread / 32 * 16 + lane / 4; /* a division takes its time */
     const meeting see = meet<false, GENERAL>(a, s, i0, min(i0 + SHORT_OWN, s.rows));
     const int n0 = group * 64, first = see.first / 64; /* of the groups that have something to do, one at least */
@@ -77,11 +93,11 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
         exact_rows<4> K[TILES];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
-            Q[tile].load(q, tile, i0, threadIdx.x, blockDim.x);
+            Q[tile].load(q, of_row + tile, i0, threadIdx.x, blockDim.x);
         if (busy)
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++)
-                K[tile].load(k, tile, n0, thread);
+                K[tile].load(k, of_row + tile, n0, thread);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
             Q[tile].put(room.Q[tile], threadIdx.x, blockDim.x);
@@ -99,7 +115,7 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     /* V is asked for now and not before: all multiprocessors ask at the same time, and Q K^T would wait for it too. */
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
-        V[tile].load(v, tile, n0, thread);
+        V[tile].load(v, of_row + tile, n0, thread);
     named_sync(GROUP + group, SHORT_THREADS);
     wait(shared_address(&room.q_there), 0);
     const float scale = GENERAL ? 1.0f : a.scale, c = fmaxf(fminf(scale * LOG2E, 3e38f), 1.2e-38f);
@@ -110,6 +126,13 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     if (group + 1 < last)
         named_arrive(TURN + group + 1, 2 * SHORT_THREADS);
     wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+        S[i] = whole_sum<TILES>(S[i]);
+    if (WIDE) {
+        leave(room.part(group) + thread, S);
+        cluster_arrive();
+    }
     /* Parts of such V would not be normal numbers. The group has done with K. */
     uint32_t bits = 0;
 #pragma unroll
@@ -123,9 +146,11 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
         V[tile].put(met[tile], thread);
     }
     fence_async();
-#pragma unroll
-    for (int i = 0; i < 32; i++)
-        S[i] = whole_sum<TILES>(S[i]);
+    if (WIDE) {
+        cluster_wait();
+        add_up_columns(S, room.part(group) + thread);
+        cluster_arrive_empty();
+    }
     query_scores<64, true> t = { S, i0 + own, n0 + lane % 4 * 2 };
     const bool whole = n0 >= see.inside && n0 + 64 <= see.outside;
     if (GENERAL)
@@ -191,7 +216,7 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
                 const float weight = e.of_most(room.most[g][thread]) * y.weight[0] * room.unit[g];
                 room.weight[g][thread] = y.sum == 0.0f ? 0.0f : weight;
             }
-            if (a.lse.data)
+            if (a.lse.data && of_row == 0)
                 ((float *)a.lse.data)[row_at(a.lse, s.q_batch, x.h, s.q_row + i0 + thread)] = y.lse(scale, sink);
         }
     }
@@ -201,7 +226,7 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     for (int i = (group - first) * SHORT_THREADS + thread; i < TILES * 16 * min(SHORT_OWN, s.rows - i0); i += threads) {
         const int row = i / (TILES * 16), column = i % (TILES * 16) * 4;
         float4 y = make_float4(0, 0, 0, 0);
-        if (column >= a.Dv)
+        if (of_row * 64 + column >= a.Dv)
             continue;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
@@ -212,8 +237,10 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
                 y.z = fmaf(p.z, weight, y.z), y.w = fmaf(p.w, weight, y.w);
             }
         }
-        *(float4 *)(o + row * a.o.stride[2] + column) = y;
+        *(float4 *)(o + row * a.o.stride[2] + of_row * 64 + column) = y;
     }
+    if (WIDE)
+        cluster_wait(); /* nobody reads from a block that has ended */
 #endif
 }
 
@@ -225,15 +252,17 @@ size_t heed_forward_workspace_sm90exact(const heed_problem *p, const heed_plan *
     return 0;
 }
 
-template <int TILES> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+template <int TILES, bool WIDE> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
-    static_assert(sizeof(exact_room<TILES>) + MOST_GROUPS<TILES> * TILES * sizeof(exact_tile) <= 227 * 1024,
-                  "shared memory of a block");
+    constexpr size_t EACH = TILES * sizeof(exact_tile) + (WIDE ? 1024 * sizeof(float4) : 0);
+    static_assert(sizeof(exact_room<TILES>) + MOST_GROUPS<TILES> * EACH <= 227 * 1024, "shared memory of a block");
     const int groups = (int)HEED_MAX(tiles_of(keys_of(a), 64), 2); /* with one there are no registers for all of Q */
-    const dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
-    const size_t bytes = sizeof(exact_room<TILES>) + groups * TILES * sizeof(exact_tile);
-    return launch_early(is_general(a) ? forward_sm90exact<TILES, true> : forward_sm90exact<TILES, false>, grid,
-                        dim3(SHORT_THREADS * groups), room_for_one(bytes, grid, plan), plan, x, a);
+    const unsigned blocks = WIDE ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 64) : 1; /* that share a row */
+    dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
+    grid.z *= blocks;
+    return launch_clusters(is_general(a) ? forward_sm90exact<TILES, WIDE, true> : forward_sm90exact<TILES, WIDE, false>,
+                           grid, dim3(1, 1, blocks), SHORT_THREADS * groups,
+                           room_for_one(sizeof(exact_room<TILES>) + groups * EACH, grid, plan), x, a);
 }
 
 heed_status heed_forward_sm90exact(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
@@ -242,5 +271,8 @@ heed_status heed_forward_sm90exact(const heed_problem *p, const heed_plan *plan,
     const args &a = start.a;
     if (start.status)
         return start.status;
-    return HEED_MAX(a.D, a.Dv) <= 64 ? run<1>(a, plan, x) : run<2>(a, plan, x);
+    const int width = HEED_MAX(a.D, a.Dv);
+    return width <= 64    ? run<1, false>(a, plan, x)
+           : width <= 128 ? run<2, false>(a, plan, x)
+                          : run<1, true>(a, plan, x);
 }

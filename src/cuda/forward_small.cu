@@ -134,18 +134,16 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
             else if (!whole)
                 hide_outside_band(tile);
         }
-#pragma unroll 1
-        for (int turn = 0; turn < 2; turn++) { /* the second two begin with what the first two have found */
-            if (busy && turn == second) {
-                if (second)
-                    m[0] = team[part].most[lane / 4].x, m[1] = team[part].most[lane / 4].y;
-                softmax_step(S, m, l, rescale, c);
-                if (FOUR && lane % 4 == 0)
-                    own.most[lane / 4] = make_float2(m[0], m[1]);
-            }
-            if (!FOUR || turn)
-                break;
+        if (!second && busy)
+            softmax_step(S, m, l, rescale, c);
+        if (FOUR) { /* the second two begin with what the first two have found */
+            if (!second && lane % 4 == 0)
+                own.most[lane / 4] = make_float2(m[0], m[1]);
             __syncthreads();
+            if (second && busy) {
+                m[0] = team[part].most[lane / 4].x, m[1] = team[part].most[lane / 4].y;
+                softmax_step(S, m, l, rescale, c);
+            }
         }
         if (busy) {
             if (GENERAL && a.drop_below)

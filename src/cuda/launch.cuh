@@ -8,9 +8,10 @@ heed_status heed_cuda_status(cudaError_t error, const char *doing);
 
 heed_status heed_cuda_launch(const void *kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,
                              void **arguments);
-/* early: before the kernel before it has ended. Only for kernels that wait for that themselves, on sm_90 and later. */
+/* early: before the kernel before it has ended. Only for kernels that wait for that themselves, on sm_90 and later. cluster: so
+ * many blocks are one, likewise. */
 heed_status heed_cuda_launch_grid(const void *kernel, dim3 blocks, dim3 threads, size_t shared_bytes, bool early,
-                                  const heed_exec *x, void **arguments);
+                                  const heed_exec *x, void **arguments, dim3 cluster = dim3(1));
 
 /* Makes the call's device current and puts back the caller's on leaving the scope. Where there is but one, it is current. */
 struct on_device {
@@ -93,6 +94,16 @@ heed_status launch_next(Kernel kernel, int64_t blocks, int threads, size_t share
         return launch(kernel, blocks, threads, shared_bytes, x, rest...); /* says that it cannot */
     return heed_cuda_launch_grid((const void *)kernel, dim3((unsigned)blocks), dim3(threads), shared_bytes, true, x,
                                  arguments);
+}
+
+/* The same in clusters. */
+template <class Kernel, class... Rest>
+heed_status launch_clusters(Kernel kernel, dim3 blocks, dim3 cluster, int threads, size_t shared_bytes,
+                            const heed_exec *x, const Rest &...rest)
+{
+    void *arguments[] = { (void *)&rest... };
+    return heed_cuda_launch_grid((const void *)kernel, blocks, dim3(threads), shared_bytes, true, x, arguments,
+                                 cluster);
 }
 
 /* ---- rows.cu: operations on whole rows that the kernels share ---------------------------------------------------- */

@@ -36,11 +36,11 @@ struct short_division {
     int k_blocks, k_tiles, q_tiles, blocks_last;
 };
 
-inline short_division divide(const args &a, bool tile_each, const heed_plan *plan, dim3 &grid)
+inline short_division divide(const args &a, const heed_plan *plan, dim3 &grid)
 {
     const int64_t q_tiles = a.d_q.data ? tiles_of(a.Sq, SHORT_OWN) : 0, heads = (int64_t)a.B * a.Hq,
                   k_tiles = a.d_k.data || a.d_v.data ? tiles_of(keys_of(a), SHORT_OWN) : 0;
-    const int each = tile_each ? 1 : tiles_each(heads, q_tiles + k_tiles, plan->device.units, 2);
+    const int each = tiles_each(heads, q_tiles + k_tiles, plan->device.units, 2);
     const int k_each = a.G == 1 ? each : 1, k_blocks = (int)tiles_of(k_tiles, k_each),
               blocks = k_blocks + (int)tiles_of(q_tiles, each);
     const bool few = heads * blocks <= 2 * plan->device.units;
@@ -272,6 +272,7 @@ __device__ inline void hide_band(key_scores<EXACT> &t, const args &a, const span
     for (int c = 0; c < 2; c++) {
         int first, last;
         short_key<STEPS>(a, s, min(t.key(c), s.keys - 1), first, last);
+        last = EXACT && t.key(c) >= s.keys ? first : last; /* there is no such key, but dQ would meet it */
 #pragma unroll
         for (int r = 0; r < key_scores<EXACT>::R; r++)
             t.at(r, c) = (unsigned)(t.row(r) - first) < (unsigned)(last - first) ? t.at(r, c) : -CUDART_INF_F;

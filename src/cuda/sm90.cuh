@@ -50,6 +50,53 @@ __device__ inline void wait(uint32_t barrier, int parity)
         : "memory");
 }
 
+/* All threads of a cluster: who waits sees what was written before the others arrived, but for those who came empty-handed. */
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_arrive_empty() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+/* Along z: a block's place in its cluster, how many there are, and the cluster's number. */
+__device__ inline int cluster_place()
+{
+    int x;
+    asm volatile("mov.u32 %0, %%cluster_ctaid.z;" : "=r"(x));
+    return x;
+}
+__device__ inline int cluster_depth()
+{
+    int x;
+    asm("mov.u32 %0, %%cluster_nctaid.z;" : "=r"(x));
+    return x;
+}
+__device__ inline int cluster_number()
+{
+    int x;
+    asm("mov.u32 %0, %%clusterid.z;" : "=r"(x));
+    return x;
+}
+
+/* What that block of the cluster has at the same address. */
+template <class T> __device__ inline T load_of_block(uint32_t address, int block);
+template <> __device__ inline float load_of_block<float>(uint32_t address, int block)
+{
+    float x;
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
+                 : "=f"(x)
+                 : "r"(address), "r"(block)
+                 : "memory");
+    return x;
+}
+template <> __device__ inline float4 load_of_block<float4>(uint32_t address, int block)
+{
+    float4 x;
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+                 "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address), "r"(block)
+                 : "memory");
+    return x;
+}
+
 /* Between ordinary accesses to shared memory and those of the copy engine or the tensor core, in the accessing thread. */
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
