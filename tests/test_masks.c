@@ -141,6 +141,25 @@ TEST(masks_broadcast_in_every_dimension)
         }
 }
 
+/* Tiles that a mask hides wholly, or not at all, and bytes of 0 and 1 alone, as most masks have. */
+TEST(masks_may_hide_whole_tiles_or_nothing)
+{
+    static const case_shape large = { .B = 1, .Hq = 2, .Hk = 1, .Sq = 200, .Sk = 400, .D = 16 };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 6; n++) {
+            test_case c = case_new(&kernel, large);
+            case_mask(&c, 1, n % 2 ? 2 : 1, 200, 400, 0.7);
+            for (int64_t m = 0; m < elements(&c.a.mask); m++) {
+                uint8_t *byte = (uint8_t *)c.a.mask.data + m;
+                const int same = m / 400 % 200 / 67 == m % 400 / 134;
+                *byte = n < 2 ? *byte != 0 : n < 4 ? (uint8_t)same : (uint8_t)(same || m % 400 < 128 + *byte % 2);
+            }
+            c.a.causal = n == 5;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(biases_broadcast_in_every_dimension_and_either_type)
 {
     for_each_kernel(EITHER_PASS, kernel)
@@ -295,6 +314,7 @@ int main(void)
         cmocka_unit_test(steps_may_lie_on_the_stride),
         cmocka_unit_test(a_key_stride_is_attention_to_sliced_keys),
         cmocka_unit_test(masks_broadcast_in_every_dimension),
+        cmocka_unit_test(masks_may_hide_whole_tiles_or_nothing),
         cmocka_unit_test(biases_broadcast_in_every_dimension_and_either_type),
         cmocka_unit_test(a_bias_of_aligned_rows_is_like_any_other),
         cmocka_unit_test(a_bias_of_minus_infinity_hides_the_key),

@@ -2,12 +2,10 @@
 #include "backward_mma.cuh"
 
 /* Blackwell's compilers are a few registers short. The host, which reserves the memory, takes the larger. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int KEYS_OF_128 = 16, QUERIES_OF_128 = 32, SOME_QUERIES_OF_128 = 16;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int KEYS_OF_128 = 16, QUERIES_OF_128 = 64, SOME_QUERIES_OF_128 = 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int KEYS_OF_128 = 16;
 #else
-constexpr int KEYS_OF_128 = 32, QUERIES_OF_128 = 64, SOME_QUERIES_OF_128 = 32;
+constexpr int KEYS_OF_128 = 32;
 #endif
 
 struct ampere {
@@ -24,7 +22,7 @@ struct ampere {
     template <int D, bool GENERAL>
     using key_tiles = block_tiles<4, D == 64 ? 2 : 1,
                                   D == 256   ? 16
-                                  : D == 128 ? (GENERAL ? SOME_QUERIES_OF_128 : QUERIES_OF_128)
+                                  : D == 128 ? (GENERAL ? 32 : 64)
                                              : (GENERAL ? 16 : 32),
                                   D == 256 && GENERAL ? 1 : 2, 2>;
 };

@@ -85,8 +85,6 @@ static heed_status run_head(const args &a, float2 *facts, const heed_plan *plan,
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
         if (scores == BEGUN)
             return run_scores<T, D, BEGUN, Chip>(a, facts, plan, x);
-        if (scores == WITH_ALIBI)
-            return run_scores<T, D, WITH_ALIBI, Chip>(a, facts, plan, x);
         if (scores == MASKED)
             return run_scores<T, D, MASKED, Chip>(a, facts, plan, x);
         if (scores == UNBIASED)

@@ -12,7 +12,7 @@ enum { ONLY_DV = 1, ONLY_DK = 2, BOTH = 3 };
  * Beside a mask's tiles there is no room for that, and it was measured on Hopper alone. */
 template <int D, class Chip> __host__ __device__ constexpr bool in_pairs(int scores)
 {
-    return Chip::PAIRS && D == 128 && (scores == PLAIN || begins(scores));
+    return Chip::PAIRS && D == 128 && (scores == PLAIN || scores == BEGUN);
 }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr bool PAIRS_RUN_HERE = true;
@@ -117,8 +117,7 @@ __device__ static next_queries queries_from(const mma_args &a, const span &q, in
 /* Starts the copies of queries i0 .. + BQ of head h into a slot, and says what the tile has to know of them. */
 template <int SCORES, int D, class Tiles>
 __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int slot, const mma_args &a,
-                                    const next_queries &from, const float2 *facts, int h, int i0, bool whole,
-                                    char *extra_tiles)
+                                    const next_queries &from, const float2 *facts, int h, int i0, bool whole)
 {
     constexpr int BQ = Tiles::MEETS, THREADS = Tiles::THREADS;
     const int rows = q.rows - i0;
@@ -131,9 +130,7 @@ __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int 
         if (!whole)
             band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[slot][threadIdx.x],
                         s.high[slot][threadIdx.x]);
-        if (SCORES == BEGUN)
-            bias_rows(extra_tiles)[slot * BQ + threadIdx.x] = bias_row(a, q, bias_of_head(a, q, h), i0 + threadIdx.x);
-    } else if (threadIdx.x == BQ && (SCORES >= UNBIASED || SCORES == WITH_ALIBI))
+    } else if (threadIdx.x == BQ && (SCORES >= UNBIASED || SCORES == BEGUN))
         s.of[slot] = head_of(a, q, h);
 }
 
@@ -171,11 +168,12 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     auto meet_next = [&](int slot, const span &q, const score_source &from, int n0, bool whole) {
         if (!RUNS)
             next = queries_from(a, q, h, i0);
-        meet_queries<SCORES>(s, q, slot, a, next, facts, h, i0, whole, extra_tiles);
+        meet_queries<SCORES>(s, q, slot, a, next, facts, h, i0, whole);
         next.q += BQ * a.q_step, next.d_o += BQ * a.d_o_step;
-        if (SCORES == BEGUN) {
-            const char *first = bias_of_head(a, q, h);
-            prefetch_bias<BQ, BN, THREADS>(threadIdx.x, a, n0, [&](int r) { return bias_row(a, q, first, i0 + r); });
+        if (SCORES == BEGUN && a.bias.data) {
+            const char *head = bias_of_head(a, row_at(a.bias, q.b, h, 0));
+            prefetch_bias<BQ, BN, THREADS>(threadIdx.x, a, n0,
+                                           [&](int r) { return bias_row(a, head, min(i0 + r, q.rows - 1)); });
         }
         if (COPIES)
             copy_mask_and_bias<SCORES, extras, BQ, THREADS>(threadIdx.x, extra_tiles + slot * extras::bytes(a, SCORES),
@@ -221,7 +219,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     clear(dK);
     clear(dV);
     const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
-    if (SCORES == BEGUN) {
+    if (SCORES == BEGUN && a.bias.data) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.K, THREADS>(s.K, power_in(a.scale));
@@ -271,15 +269,16 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                     multiply_rows<T, D>(dP, sV, row0, sdO, query0);
             };
             bool coarse = false;
-            if (SCORES == BEGUN) {
-                const char **rows = bias_rows(extra_tiles) + slot * BQ + t.column0;
+            if (SCORES == BEGUN && a.bias.data) {
                 for (int r = lane; r < BQ; r += 32)
                     coarse |= is_coarse(s.facts[slot][r].x);
                 coarse = __any_sync(~0u, coarse);
+                const char *head = bias_of_head(a, x.bias), *first = bias_row(a, head, t.i0);
                 begin_with_bias<(D > 64)>(
-                    t, a, [&](int r) { return rows[own_tile::down(r)]; },
+                    t, a, i + BQ <= q.rows, [&](int r) { return bias_row(a, first, own_tile::down(r)); },
+                    [&](int r) { return bias_row(a, head, min(t.row(r), q.rows - 1)); },
                     [&](int r) { return coarse ? 0.0f : facts_of(r).x; }, multiply_values);
-            } else if (SCORES == WITH_ALIBI) {
+            } else if (SCORES == BEGUN) {
                 begin_with_alibi(t, a, q, x);
                 multiply_values();
             } else
@@ -306,7 +305,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                 for (int e = 0; e < 2 * MT; e++)
                     t.at(r, e) = probability<false>(t.at(r, e), c, L);
             }
-            if (!begins(SCORES))
+            if (SCORES != BEGUN)
                 multiply_values();
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);

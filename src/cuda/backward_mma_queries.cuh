@@ -16,7 +16,6 @@ template <int D, class Tiles> struct shared_dq {
     span sequence;
     head of;
     score_source from;
-    const char *term;             /* of the head */
     __align__(16) char tiles[16]; /* of mask and bias: as many bytes as they need */
 };
 
@@ -40,7 +39,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     typedef query_major<MT, NT, T, order_of_keys::NEAR> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared *)memory;
-    const char **bias = bias_rows(s.tiles);
+    const char **const bias = (const char **)s.tiles; /* of each row, where S begins with it */
     const uint32_t sQ = shared_address(s.Q), sdO = shared_address(s.dO);
     constexpr uint32_t TILE = BC * D * 2;
     const uint32_t sK = shared_address(s.K), sV = shared_address(s.V);
@@ -98,8 +97,8 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             const float2 f = facts[((int64_t)here.q_batch * a.Hq + h) * a.q_rows + here.q_row + i0 + row];
             s.L[threadIdx.x] = f.x, s.delta[threadIdx.x] = f.y;
             band_of_row(a, here, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
-            if (SCORES == BEGUN)
-                bias[threadIdx.x] = bias_row(a, here, bias_of_head(a, here, h), i0 + row);
+            if (SCORES == BEGUN && a.bias.data)
+                bias[threadIdx.x] = bias_row(a, bias_of_head(a, row_at(a.bias, b, h, 0)), i0 + row);
         }
     }
     const span &q = s.sequence;
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     clear(dQ);
     const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
     bool coarse = false;
-    if (SCORES == BEGUN) {
+    if (SCORES == BEGUN && a.bias.data) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
@@ -146,19 +145,21 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0); /* S  = Q K^T */
             wait_for_own_scores();
             point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
+            if (a.mask.data)
+                take_mask(t);
             score_and_differentiate(
                 t, dt, kept, a, q, x, whole, [&](int r) { return s.L[t.row0 + own_tile::down(r)]; },
                 [&](int r) { return s.delta[t.row0 + own_tile::down(r)]; });
         } else {
             auto L = [&](int r) { return s.L[t.row0 + own_tile::down(r)]; };
             auto multiply_values = [&] { clear(dP), multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); };
-            if (SCORES == BEGUN) {
+            if (SCORES == BEGUN && a.bias.data) {
                 if (more)
                     prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
+                auto row = [&](int r) { return bias[t.row0 + own_tile::down(r)]; };
                 begin_with_bias<(D > 64)>(
-                    t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; },
-                    [&](int r) { return coarse ? 0.0f : L(r); }, multiply_values);
-            } else if (SCORES == WITH_ALIBI) {
+                    t, a, true, row, row, [&](int r) { return coarse ? 0.0f : L(r); }, multiply_values);
+            } else if (SCORES == BEGUN) {
                 begin_with_alibi(t, a, q, x);
                 multiply_values();
             } else
@@ -169,6 +170,8 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             if (COPIES) {
                 wait_for_own_scores();
                 point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
+                if (SCORES == MASKED || a.mask.data)
+                    take_mask(t);
             }
             if constexpr (SCORES == UNBIASED)
                 score_unscaled<false>(t, a, q, x, whole);
@@ -183,7 +186,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                 for (int e = 0; e < 2 * NT; e++)
                     t.at(r, e) = probability<false>(t.at(r, e), c, less);
             }
-            if (!begins(SCORES))
+            if (SCORES != BEGUN)
                 multiply_values();
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);

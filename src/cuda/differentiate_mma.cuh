@@ -101,19 +101,20 @@ __device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<
                                  const args &a, const span &s, const head &x)
 {
     constexpr int C = 2 * MT, SHARE = 8 / C;
-    const uint64_t seed = seed_of(a);
+    const drop_source source = { seed_of(a), (uint32_t)x.h, (uint32_t)s.b };
     const int number = threadIdx.x % 32 / 4 % SHARE * C;
     const int64_t first = s.r0 + t.n0 - number;
     if (s.r_step != 1 || first % 8) {
 #pragma unroll 1
         for (int r = 0; r < 2 * NT; r++) /* rare, and would be long otherwise */
-            kept.add_row(r, draw(t, r, a, s, x, seed));
+            kept.add_row(r, draw(t, r, a, s, x, source.seed));
         return;
     }
+    const drop_source::keys_part keys = source.of_keys((uint32_t)(uint64_t)(first >> 3));
     draw_together<2 * NT, SHARE, 4>(
         [&](int i) {
             const uint32_t p = (uint32_t)(uint64_t)(s.p0 + (t.i0 + i / 2 * 8 + i % 2) * s.p_step);
-            return kept_of_eight(philox(seed, make_uint4((uint32_t)(uint64_t)(first >> 3), p, x.h, s.b)), a.drop_below);
+            return source.kept(keys, source.of_row(p), a.drop_below);
         },
         [&](int i, uint32_t byte) { kept.add(i, 0, byte >> number & ((1u << C) - 1)); });
 }
@@ -121,7 +122,7 @@ __device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<
 /* What a row's lse is multiplied by to be the L of probability(), or in units of a bias that S begins with. */
 template <int SCORES> static float unit_of_lse(const args &a)
 {
-    return SCORES == GENERAL ? 1.0f : SCORES == BEGUN ? with_unit<SCORES>(a).per_unit : LOG2E;
+    return SCORES == GENERAL ? 1.0f : SCORES == BEGUN && a.bias.data ? with_unit<SCORES>(a).per_unit : LOG2E;
 }
 
 /* P = 2^(c S - L); LARGE: 2^(c (S - L)), the slower way that takes scores of any size. At most 1: rounding, where S is
@@ -139,16 +140,7 @@ __device__ inline bool is_coarse(float L) { return !(fabsf(L) < 1e5f); }
  * the bias has to be divided anyway, S begins without it. */
 template <int D, int SCORES> __device__ inline float less_later(const mma_args &a, float L, bool coarse)
 {
-    return SCORES != BEGUN ? L : D > 64 || coarse ? 0.0f : L * a.scale_log2;
-}
-
-template <class Tile, class Rows> __device__ static void subtract_rows(Tile &t, Rows L)
-{
-#pragma unroll
-    for (int r = 0; r < Tile::R; r++)
-#pragma unroll
-        for (int c = 0; c < Tile::C; c++)
-            t.at(r, c) -= L(r);
+    return SCORES != BEGUN || !a.bias.data ? L : D > 64 || coarse ? 0.0f : L * a.scale_log2;
 }
 
 template <class Tile> __device__ static void keep(Tile &t, const kept_bits<Tile> &kept, float scale)

@@ -115,25 +115,24 @@ template <class Tile> __device__ static void drop(Tile &t, int k, const kept_bit
 
 /* The tiles are those of the Chip as the code's own target has them. */
 template <class T, int D, int SCORES, class Chip>
-__global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::THREADS,
-                                  Chip::template tiles<D, SCORES == GENERAL>::BLOCKS)
+__global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip::template tiles<D, SCORES>::BLOCKS)
     forward_mma(const __grid_constant__ mma_args a, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
     if (!SCORES_RUN_HERE(SCORES))
         return;
     extern __shared__ __align__(1024) char memory[];
-    typedef typename Chip::template tiles<D, SCORES == GENERAL> Tiles;
+    typedef typename Chip::template tiles<D, SCORES> Tiles;
     typedef shared_forward<D, Tiles> shared;
     typedef typename shared::extras extras;
     constexpr bool COPIES = copies_scores(SCORES),
                    DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BR = Tiles::OWN, BC = Tiles::MEETS, NT = BC / 8, THREADS = Tiles::THREADS;
-    constexpr bool V_EARLY = SCORES != BEGUN; /* which is a register short */
+    constexpr bool V_EARLY = Chip::template V_EARLY<D, SCORES>;
     typedef near_order<BC, SCORES == PLAIN> order_of_keys;
     typedef query_major<MT, NT, T, order_of_keys::NEAR> own_tile;
     auto &s = *(shared *)memory;
-    const char **bias = bias_rows(s.tiles);
+    const char **const bias = (const char **)s.tiles; /* of each row, where S begins with it */
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
     auto copy_own_scores = [&](const span &q, const score_source &from, int i0, int n0) {
@@ -159,16 +158,16 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
         n0 = first, more = first < last;
         if (more)
             copy_keys<D, BC, THREADS>(sK, a, here, a.k, k, hk, n0, here.keys, a.D, order_of_keys());
-        commit_copies();
-        if (V_EARLY && more)
-            copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, n0, here.keys, a.Dv, order_of_keys());
-        commit_copies();
         score_source from;
         if (COPIES) {
             from = score_source_of(a, head_of(a, here, h));
             if (more)
                 copy_own_scores(here, from, i0, n0);
         }
+        commit_copies();
+        if (V_EARLY && more)
+            copy_keys<D, BC, THREADS>(sV, a, here, a.v, v, hk, n0, here.keys, a.Dv, order_of_keys());
+        commit_copies();
         if (threadIdx.x == 0) {
             s.sequence = here;
             s.of = head_of(a, here, h);
@@ -178,13 +177,12 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
             s.i0 = i0, s.last = last, s.inside = inside, s.outside = outside;
         }
         if (threadIdx.x < BR) {
-            band_of_row(a, here, i0 + min((int)threadIdx.x, rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
+            const int row = min((int)threadIdx.x, rows - 1);
+            band_of_row(a, here, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
             if (SCORES == BEGUN && a.bias.data)
-                bias[threadIdx.x] = bias_row(a, here, bias_of_head(a, here, h), i0 + threadIdx.x);
+                bias[threadIdx.x] = bias_row(a, bias_of_head(a, row_at(a.bias, b, h, 0)), i0 + row);
         }
     }
-    if (COPIES)
-        commit_copies();
     const span &q = s.sequence;
     const head &x = s.of;
     float O[MT][D / 8][4], m[MT * 2], l[MT * 2];
@@ -202,24 +200,31 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
     }
 
     for (bool first = V_EARLY; more; first = false) {
-        if (first) { /* V is on its way, and mask and bias */
-            wait_copies<1 + COPIES>();
-            __syncthreads();
-        } else {
-            wait_copies<COPIES>();
-            __syncthreads(); /* K is here, and the last V is no longer needed */
-            copy_keys<D, BC, THREADS>(sV, a, q, a.v, s.v, x.hk, n0, q.keys, a.Dv, order_of_keys());
-            commit_copies();
-        }
+        auto meet_keys = [&] {
+            if (first) { /* V is on its way */
+                wait_copies<1>();
+                __syncthreads();
+            } else {
+                wait_copies<0>();
+                __syncthreads(); /* K is here, mask and bias too, and the last V is no longer needed */
+                copy_keys<D, BC, THREADS>(sV, a, q, a.v, s.v, x.hk, n0, q.keys, a.Dv, order_of_keys());
+                commit_copies();
+            }
+        };
+        if (SCORES != BEGUN || !a.bias.data)
+            meet_keys();
         more = n0 + BC < s.last;
         float S[MT][NT][4];
         const int column0 = lane % 4 * order_of_keys::NEAR;
         own_tile t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + column0, row0 + lane / 4 };
+        point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
+        const bool sees = !COPIES || !a.mask.data || take_mask(t);
         if (SCORES == BEGUN && a.bias.data) {
             if (more)
                 prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
+            auto row = [&](int r) { return bias[t.row0 + own_tile::down(r)]; };
             begin_with_bias<false>(
-                t, a, [&](int r) { return bias[t.row0 + own_tile::down(r)]; }, nothing(), nothing());
+                t, a, true, row, row, [](int) { return 0.0f; }, meet_keys);
         } else if (SCORES == BEGUN)
             begin_with_alibi(t, a, q, x);
         else
@@ -231,7 +236,6 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
             copy_keys<D, BC, THREADS>(sK, a, q, a.k, s.k, x.hk, n0 + BC, q.keys, a.D, order_of_keys());
         commit_copies();
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
-        point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
         if constexpr (SCORES == GENERAL)
             score(t, scaled ? a.scale : 1.0f, a, q, x, whole);
         else if constexpr (SCORES == UNBIASED)
@@ -244,6 +248,9 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
                 copy_own_scores(q, s.from, s.i0, n0 + BC);
             commit_copies();
         }
+        n0 += BC;
+        if (!sees)
+            continue;
         find_maximum<D>(S, m, l, O, c);
         float offset[MT * 2];
 #pragma unroll
@@ -264,7 +271,6 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
             add_values(constant<1>());
         } else
             add_values(constant<0>());
-        n0 += BC;
     }
     wait_copies<0>();
     __syncthreads(); /* without a key nobody has waited for Q */
@@ -301,7 +307,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES == GENERAL>::TH
 
 template <class T, int D, int SCORES, class Chip> static heed_status run_tiles(const args &a, const heed_exec *x)
 {
-    typedef typename Chip::template tiles<D, SCORES == GENERAL> Tiles;
+    typedef typename Chip::template tiles<D, SCORES> Tiles;
     typedef shared_forward<D, Tiles> shared;
     static_assert(sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
@@ -313,7 +319,7 @@ template <class T, int D, class Chip> static heed_status run_head(const args &a,
 {
     const int scores = scores_of<D, Chip>(a, arch);
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
-        if (begins(scores))
+        if (scores == BEGUN)
             return run_tiles<T, D, BEGUN, Chip>(a, x);
         if (scores == MASKED || scores == UNBIASED)
             return run_tiles<T, D, UNBIASED, Chip>(a, x);

@@ -7,7 +7,8 @@
 struct turing {
     static constexpr int SHARED_BYTES = 64 * 1024, HEAD_DIM = 128, UNBIASED_HEAD_DIM = 0, DROPS_UNBIASED = 0;
     static constexpr bool CAPS_UNBIASED = false;
-    template <int D, bool GENERAL> using tiles = block_tiles<4, 1, D == 128 && GENERAL ? 32 : 64, 1, 2>;
+    template <int D, int SCORES> static constexpr bool V_EARLY = true;
+    template <int D, int SCORES> using tiles = block_tiles<4, 1, D == 128 && SCORES == GENERAL ? 32 : 64, 1, 2>;
 };
 
 size_t heed_forward_workspace_turing(const heed_problem *p, const heed_plan *plan)

@@ -219,17 +219,19 @@ __device__ inline void score_with_slope(T &t, float (&slope)[T::R][T::C], const 
 
 __device__ inline uint64_t seed_of(const args &a) { return a.seed + (a.seed_at ? *a.seed_at : 0); }
 
-/* heed_philox() of internal.h, for eight key positions of one row at once. */
-__device__ inline uint4 philox(uint64_t seed, uint4 c)
+constexpr uint32_t PHILOX_M0 = 0xD2511F53u, PHILOX_M1 = 0xCD9E8D57u, PHILOX_K0 = 0x9E3779B9u, PHILOX_K1 = 0xBB67AE85u;
+
+/* heed_philox() of internal.h, for eight key positions of one row at once, from round FIRST on. */
+template <int FIRST = 0> __device__ inline uint4 philox(uint64_t seed, uint4 c)
 {
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    uint32_t k0 = (uint32_t)seed + FIRST * PHILOX_K0, k1 = (uint32_t)(seed >> 32) + FIRST * PHILOX_K1;
 #pragma unroll
-    for (int round = 0; round < 7; round++) {
-        uint32_t low0 = 0xD2511F53u * c.x, low1 = 0xCD9E8D57u * c.z;
-        uint32_t high0 = __umulhi(0xD2511F53u, c.x), high1 = __umulhi(0xCD9E8D57u, c.z);
+    for (int round = FIRST; round < 7; round++) {
+        uint32_t low0 = PHILOX_M0 * c.x, low1 = PHILOX_M1 * c.z;
+        uint32_t high0 = __umulhi(PHILOX_M0, c.x), high1 = __umulhi(PHILOX_M1, c.z);
         c = make_uint4(high1 ^ c.y ^ k0, low1, high0 ^ c.w ^ k1, low0);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+        k0 += PHILOX_K0;
+        k1 += PHILOX_K1;
     }
     return c;
 }

@@ -7,17 +7,14 @@
 
 /* ---- Kinds of scores --------------------------------------------------------------------------------------------- */
 
-/* What the scores of a kernel may need beyond scale and band: nothing; a bias that S begins with, and in the forward also
- * ALiBi; ALiBi that S begins with; a mask; what takes no more than a mask's tile of shared memory, so that it goes with a
- * plain kernel's tiles; everything. */
-enum { PLAIN, BEGUN, WITH_ALIBI, MASKED, UNBIASED, GENERAL };
-
-__host__ __device__ constexpr bool begins(int scores) { return scores == BEGUN || scores == WITH_ALIBI; }
+/* What the scores of a kernel may need beyond scale and band: nothing; a bias or ALiBi that S begins with; a mask; what takes
+ * no more than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
+enum { PLAIN, BEGUN, MASKED, UNBIASED, GENERAL };
 
 /* Kernels for one term or a mask alone are compiled for the chips where they were measured: not from this arch on. */
 constexpr int UNMEASURED_ARCH = 100;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define SCORES_RUN_HERE(scores) (!begins(scores) && (scores) != MASKED)
+#define SCORES_RUN_HERE(scores) ((scores) != BEGUN && (scores) != MASKED)
 #else
 #define SCORES_RUN_HERE(scores) true
 #endif
@@ -31,8 +28,9 @@ inline bool one_term(const args &a)
 {
     if (a.softcap > 0 || a.drop_below || a.mask.data || a.scale < 1e-18f || !a.bias.data == !a.alibi.data)
         return false;
-    return a.alibi.data || (a.bias.vector && a.bias.stride[3] == 1 && a.Sk % 8 == 0 && a.Sk < 1 << 28 && a.col == 0 &&
-                            a.col_step == 1 && a.scale > 1.0f / 1024 && a.scale <= 1);
+    return a.alibi.data || (a.bias.vector && a.bias.stride[3] == 1 && a.Sk % 8 == 0 && a.Sk < 1 << 28 &&
+                            llabs(a.bias.stride[2]) < 1 << 28 && a.col == 0 && a.col_step == 1 &&
+                            a.scale > 1.0f / 1024 && a.scale <= 1);
 }
 
 /* The least that will do on a GPU of the given arch. A Chip says to which head size it has kernels between plain and
@@ -44,7 +42,7 @@ template <int D, class Chip> static int scores_of(const args &a, int arch)
         return PLAIN;
     if (D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH) {
         if (one_term(a))
-            return a.bias.data ? BEGUN : WITH_ALIBI;
+            return BEGUN;
         if (a.mask.data && !a.bias.data && !a.alibi.data && !(a.softcap > 0) && !a.drop_below && a.scale > 0)
             return MASKED;
     }
@@ -174,9 +172,16 @@ __device__ inline void copy_scores(int thread, char *tile, int pitch, const scor
         if (ROWS_AT_ONCE > QUERIES && row >= QUERIES)
             return;
         if (rows >= QUERIES && keys >= KEYS) { /* the rule, and a third of the instructions */
+#if !HEED_TURING
+            if (step == 0) /* the second cache would be asked for the same line by all */
 #pragma unroll UNROLL
-            for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
-                copy_async<16>(to + r * pitch, from, 16);
+                for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE)
+                    copy_async_near(to + r * pitch, from);
+            else
+#endif
+#pragma unroll UNROLL
+                for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
+                    copy_async<16>(to + r * pitch, from, 16);
         } else
 #pragma unroll 1
             for (int r = 0; r < QUERIES; r += ROWS_AT_ONCE, from += step)
@@ -229,7 +234,11 @@ template <int MT, int NT, class T = float, int NEAR = 2> struct query_major {
     const int *lows, *highs; /* of the tile's first query */
     int i0, n0, row0;        /* first query and first key of this lane; its first row of the tile */
     const char *bias, *mask; /* of row0 and n0 in shared memory */
+    bool hides;              /* the mask does */
+    /* What the mask lets see: bits of four neighbouring keys lie eight apart, as their bytes do. */
+    uint32_t seen[(R * C + 31) / 32];
     typedef score_tiles<0, 8 * NT, false> extras;
+    static __device__ constexpr int seen_at(int r, int c) { return c % 4 * 8 + (r * C + c) % 32 / 4; }
     __device__ float &at(int r, int c) { return X[r / 2][c / 2][r % 2 * 2 + c % 2]; }
     static __device__ constexpr int down(int r) { return r / 2 * 16 + r % 2 * 8; }
     static __device__ constexpr int apart(int c) { return c / NEAR * (4 * NEAR) + c % NEAR; }
@@ -322,19 +331,53 @@ __device__ inline void add_bias(query_major<MT, NT, T, NEAR> &t, float factor, c
     }
 }
 
+/* Bytes that are not 0 become 1. */
+__device__ inline uint32_t ones(uint32_t bytes)
+{
+    return (((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) | bytes) >> 7 & 0x01010101u;
+}
+
+/* Takes the mask's bytes, of which nearly all are 0 or 1, as bits. Whether the warp has any. */
+template <int MT, int NT, class T, int NEAR> __device__ inline bool take_mask(query_major<MT, NT, T, NEAR> &t)
+{
+    typedef query_major<MT, NT, T, NEAR> tile;
+    auto take = [&](auto bits) {
+#pragma unroll
+        for (uint32_t &x : t.seen)
+            x = 0;
+#pragma unroll
+        for (int r = 0; r < tile::R; r++)
+#pragma unroll
+            for (int c = 0; c < tile::C; c += NEAR) {
+                const words_of<NEAR> row(t.mask + t.down(r) * tile::extras::pitch(1) + t.apart(c));
+#pragma unroll
+                for (int e = 0; e < NEAR; e += 4)
+                    t.seen[(r * tile::C + c) / 32] += bits(row.x[e / 4]) << tile::seen_at(r, c + e);
+            }
+    };
+    uint32_t all = 0;
+    take([&](uint32_t bytes) { return all |= bytes, bytes; });
+    if (__any_sync(~0u, all & ~0x01010101u))
+        take([](uint32_t bytes) { return ones(bytes); });
+    uint32_t any = 0, every = ~0u;
+#pragma unroll
+    for (uint32_t x : t.seen)
+        any |= x, every &= x;
+    t.hides = !__all_sync(~0u, every == ~0u);
+    return __any_sync(~0u, any);
+}
+
 template <int MT, int NT, class T, int NEAR>
 __device__ inline void apply_mask(query_major<MT, NT, T, NEAR> &t, const args &, const span &, const head &)
 {
-    typedef typename query_major<MT, NT, T, NEAR>::extras extras;
+    if (!t.hides)
+        return;
 #pragma unroll
-    for (int r = 0; r < 2 * MT; r++)
-#pragma unroll
-        for (int c = 0; c < 2 * NT; c += NEAR) {
-            const words_of<NEAR> row(t.mask + t.down(r) * extras::pitch(1) + t.apart(c));
-#pragma unroll
-            for (int e = 0; e < NEAR; e++)
-                t.at(r, c + e) = row.x[e / 4] & 0xFFu << e % 4 * 8 ? t.at(r, c + e) : -CUDART_INF_F;
-        }
+    for (int bit = 0; bit < (t.R * t.C + 31) / 32 * 32; bit++) { /* in this order a few at a time become predicates */
+        const int i = bit / 32 * 32 + bit % 8 * 4 + bit % 32 / 8, r = i / t.C, c = i % t.C;
+        if (i < t.R * t.C)
+            t.at(r, c) = t.seen[i / 32] >> t.seen_at(r, c) & 1 ? t.at(r, c) : -CUDART_INF_F;
+    }
 }
 
 /* ---- A term that S begins with ----------------------------------------------------------------------------------- */
@@ -362,31 +405,25 @@ template <class T, int BYTES, int THREADS> __device__ inline void scale_own(char
     }
 }
 
-/* Where each query's bias begins lies in the memory that other scores have for tiles. */
-__device__ inline const char **bias_rows(char *tiles) { return (const char **)tiles; }
-
-/* The bias of query 0 of a head, and of query i; one that does not exist may have any other's. */
-__device__ inline const char *bias_of_head(const args &a, const span &s, int h)
+/* Where the bias of a head's query i begins. Queries lie few enough bytes apart (one_term). */
+__device__ inline const char *bias_of_head(const args &a, int64_t first)
 {
-    return a.bias.data + row_at(a.bias, s.b, h, 0) * (a.bias.dtype == HEED_F32 ? 4 : 2);
+    return a.bias.data + first * (a.bias.dtype == HEED_F32 ? 4 : 2);
 }
-__device__ inline const char *bias_row(const args &a, const span &s, const char *first, int i)
+__device__ inline const char *bias_row(const args &a, const char *head, int i)
 {
-    return first + min(i, s.rows - 1) * a.bias.stride[2] * (a.bias.dtype == HEED_F32 ? 4 : 2);
+    return head + (int64_t)i * ((int)a.bias.stride[2] * (a.bias.dtype == HEED_F32 ? 4 : 2));
 }
 
-/* Asks for lines of the next tile's bias, so that they are near when it is begun. */
+/* Asks for lines of the next tile's bias, so that they are near when it is begun. row(r): where that of row r begins. */
 template <int QUERIES, int KEYS, int THREADS, class Row>
 __device__ inline void prefetch_bias(int thread, const args &a, int n0, Row row)
 {
-    constexpr int LINES = (KEYS + 31) / 32; /* of fp32 */
-    const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
-#pragma unroll
-    for (int i = thread; i < QUERIES * LINES; i += THREADS) {
-        const int at = i % LINES * 128;
-        if (at < KEYS * size)
-            prefetch(row(i / LINES) + min(n0 * size + at, a.Sk * size - 16));
-    }
+    constexpr int OF_16_BITS = KEYS == 128 ? 1 : KEYS == 64 ? 0 : -1; /* lines to a row, as a power of two */
+    const int wide = a.bias.dtype == HEED_F32, lines = max(OF_16_BITS + wide, 0);
+#pragma unroll 1
+    for (int i = thread; i < QUERIES << lines; i += THREADS)
+        prefetch(row(i >> lines) + min((n0 << wide) * 2 + (i & ((1 << lines) - 1)) * 128, (a.Sk << wide) * 2 - 16));
 }
 
 /* S = number(r, c). */
@@ -399,82 +436,94 @@ template <class Tile, class Number> __device__ inline void begin_with(Tile &t, N
             t.at(r, c) = number(r, c);
 }
 
-/* The bias of the lane's queries, which lie at rows(r): use(r, c, words) for each piece of NEAR keys. */
-template <int SIZE, class Tile, class Rows, class Use>
-__device__ inline void load_bias(const Tile &t, const args &a, Rows rows, Use use)
+/* The bias of the lane's queries, which begins at row(r): use(r, c, words) for each piece of NEAR keys. Where there is no
+ * such key it is zero; where not all of the queries exist, they begin at some_row(r). */
+template <int SIZE, class Tile, class Row, class SomeRow, class Use>
+__device__ inline void load_bias(const Tile &t, const args &a, bool all_exist, Row row, SomeRow some_row, Use use)
 {
     constexpr int NEAR = Tile::NEIGHBOURS;
-    const int last = a.Sk - NEAR - t.key(0); /* beyond it there are zeros */
-    auto load_all = [&](auto exists) {
+    const int last = a.Sk - NEAR - t.key(0);
+    auto load_all = [&](auto begin, auto exists) {
 #pragma unroll
         for (int r = 0; r < Tile::R; r++) {
-            const char *row = rows(r) + t.key(0) * SIZE;
+            const char *from = begin(r) + (int64_t)t.key(0) * SIZE;
 #pragma unroll
             for (int c = 0; c < Tile::C; c += NEAR)
                 if (exists(Tile::apart(c)))
-                    use(r, c, words_of<NEAR * SIZE>(row + Tile::apart(c) * SIZE, in_global()));
+                    use(r, c, words_of<NEAR * SIZE>(from + Tile::apart(c) * SIZE, in_global()));
                 else
                     use(r, c, words_of<NEAR * SIZE>());
         }
     };
-    if (Tile::apart(Tile::C - NEAR) <= last) /* the rule */
-        load_all([](int) { return true; });
+    if (all_exist && Tile::apart(Tile::C - NEAR) <= last) /* the rule */
+        load_all(row, [](int) { return true; });
     else
-        load_all([&](int c) { return c <= last; });
+        load_all(some_row, [&](int c) { return c <= last; });
 }
 
-struct nothing {
-    __device__ void operator()() const {}
-};
-template <class A, class B> constexpr bool same = false;
-template <class A> constexpr bool same<A, A> = true;
+template <class Tile, class Rows> __device__ inline void subtract_rows(Tile &t, Rows L)
+{
+#pragma unroll
+    for (int r = 0; r < Tile::R; r++)
+#pragma unroll
+        for (int c = 0; c < Tile::C; c++)
+            t.at(r, c) -= L(r);
+}
 
-/* S = bias / f; LESS: S = bias / f - less(r). meanwhile(): what can be done while it comes. */
-template <bool LESS, class Tile, class Rows, class Less, class Meanwhile>
-__device__ inline void begin_with_bias(Tile &t, const mma_args &a, Rows rows, Less less, Meanwhile meanwhile)
+/* S = bias / f; LESS: S = bias / f - less(r). meanwhile(): what can be done while it comes. Each number takes an instruction
+ * that is no copy: where words came as they are, the assembler had those of every other kind moved to where these had come. */
+template <bool LESS, class Tile, class Row, class SomeRow, class Less, class Meanwhile>
+__device__ inline void begin_with_bias(Tile &t, const mma_args &a, bool all_exist, Row row, SomeRow some_row, Less less,
+                                       Meanwhile meanwhile)
 {
     constexpr int NEAR = Tile::NEIGHBOURS;
-    auto unpack = [&](int r, int c, uint32_t two) {
-        const float2 both = to_floats(two, typename Tile::type());
-        t.at(r, c) = both.x, t.at(r, c + 1) = both.y;
-    };
+    constexpr bool AT_ONCE = Tile::R * Tile::C > 64; /* fp32 is too many words to have them wait */
+    auto take = [&](int r, int c, uint32_t word) { t.at(r, c) = __uint_as_float(word) * a.per_unit; };
+    auto take_less = [&](int r, int c, float x, float l) { t.at(r, c) = LESS ? fmaf(x, a.per_unit, -l) : x; };
     if (a.bias.dtype == HEED_F32) {
-        load_bias<4>(t, a, rows, [&](int r, int c, const words_of<4 * NEAR> &part) {
+        uint32_t x[Tile::R][Tile::C];
+        if (AT_ONCE)
+            meanwhile();
+        load_bias<4>(t, a, all_exist, row, some_row, [&](int r, int c, const words_of<4 * NEAR> &part) {
 #pragma unroll
             for (int e = 0; e < NEAR; e++)
-                t.at(r, c + e) = __uint_as_float(part.x[e]);
+                if (AT_ONCE)
+                    take(r, c + e, part.x[e]);
+                else
+                    x[r][c + e] = part.x[e];
         });
-        meanwhile();
-    } else if (same<Meanwhile, nothing>) {
-        load_bias<2>(t, a, rows, [&](int r, int c, const words_of<2 * NEAR> &part) {
+        if (!AT_ONCE)
+            meanwhile();
 #pragma unroll
-            for (int e = 0; e < NEAR; e += 2)
-                unpack(r, c + e, part.x[e / 2]);
-        });
+        for (int r = 0; r < Tile::R && !AT_ONCE; r++) {
+            const float l = less(r);
+#pragma unroll
+            for (int c = 0; c < Tile::C; c++)
+                if (LESS)
+                    take_less(r, c, __uint_as_float(x[r][c]), l);
+                else
+                    take(r, c, x[r][c]);
+        }
     } else {
         uint32_t x[Tile::R][Tile::C / 2];
-        load_bias<2>(t, a, rows, [&](int r, int c, const words_of<2 * NEAR> &part) {
+        load_bias<2>(t, a, all_exist, row, some_row, [&](int r, int c, const words_of<2 * NEAR> &part) {
 #pragma unroll
             for (int i = 0; i < NEAR / 2; i++)
                 x[r][c / 2 + i] = part.x[i];
         });
         meanwhile();
 #pragma unroll
-        for (int r = 0; r < Tile::R; r++)
-#pragma unroll
-            for (int c = 0; c < Tile::C; c += 2)
-                unpack(r, c, x[r][c / 2]);
-    }
-    if constexpr (LESS) {
-#pragma unroll
         for (int r = 0; r < Tile::R; r++) {
             const float l = less(r);
 #pragma unroll
-            for (int c = 0; c < Tile::C; c++)
-                t.at(r, c) = fmaf(t.at(r, c), a.per_unit, -l);
+            for (int c = 0; c < Tile::C; c += 2) {
+                const float2 both = to_floats(x[r][c / 2], typename Tile::type());
+                take_less(r, c, both.x, l), take_less(r, c + 1, both.y, l);
+            }
         }
-    } else if (a.per_unit != 1.0f)
-        scale_scores(t, a.per_unit);
+        if (!LESS && a.per_unit != 1.0f)
+            scale_scores(t, a.per_unit);
+    }
 }
 
 /* ALiBi. Where all keys are on one side of all of a warp's queries it is an instruction an element, else two. */
@@ -501,6 +550,7 @@ template <class Tile> struct kept_bits {
     static_assert(32 % C == 0, "the bits of a query lie in one word");
     uint32_t words[(Tile::R * C + 31) / 32] = {};
     __device__ void add(int r, int c, uint32_t bits) { words[(r * C + c) / 32] |= bits << (r * C + c) % 32; }
+    __device__ void add_at(int r, int c, uint32_t bits) { words[r * C / 32] |= bits << (r * C % 32 + c); } /* any c */
     __device__ void add_row(int row, uint32_t bits) /* of any number, without an index into registers */
     {
 #pragma unroll
@@ -510,28 +560,64 @@ template <class Tile> struct kept_bits {
     __device__ bool at(int r, int c) const { return words[(r * C + c) / 32] >> (r * C + c) % 32 & 1; }
 };
 
+/* The numbers of a head's pairs. The first two rounds of Philox do not mix what depends on the row with what depends on the
+ * keys, so a tile computes those once for each row and once for each eight keys. */
+struct drop_source {
+    uint64_t seed;
+    uint32_t h, b;
+    struct keys_part {
+        uint32_t x, y, z;
+    };
+    struct row_part {
+        uint32_t z, w;
+    };
+    __device__ keys_part of_keys(uint32_t eight) const
+    {
+        const uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32), z = __umulhi(PHILOX_M0, eight) ^ b ^ k1;
+        return { __umulhi(PHILOX_M1, z) ^ PHILOX_M1 * h ^ (k0 + PHILOX_K0), PHILOX_M1 * z,
+                 PHILOX_M0 * eight ^ (k1 + PHILOX_K1) };
+    }
+    __device__ row_part of_row(uint32_t position) const
+    {
+        const uint32_t x = __umulhi(PHILOX_M1, h) ^ position ^ (uint32_t)seed;
+        return { __umulhi(PHILOX_M0, x), PHILOX_M0 * x };
+    }
+    __device__ uint32_t kept(const keys_part &keys, const row_part &row, uint32_t drop_below) const
+    {
+        return kept_of_eight(philox<2>(seed, make_uint4(keys.x, keys.y, keys.z ^ row.z, row.w)), drop_below);
+    }
+};
+
 template <int MT, int NT, class T, int NEAR>
 __device__ inline void draw_tile(const query_major<MT, NT, T, NEAR> &t, kept_bits<query_major<MT, NT, T, NEAR>> &kept,
                                  const args &a, const span &s, const head &x)
 {
-    const uint64_t seed = seed_of(a);
+    const drop_source source = { seed_of(a), (uint32_t)x.h, (uint32_t)s.b };
     const int64_t first = s.r0 + t.n0;
+    const bool rare = s.r_step != 1 || first % NEAR;
     const uint32_t eight = (uint32_t)(uint64_t)(first >> 3);
+    auto position = [&](int r) { return (uint32_t)(uint64_t)(s.p0 + t.row(r) * s.p_step); };
+    auto own = [&](uint32_t bits) { return NEAR == 8 ? bits : bits >> (first & 4) & 15; };
+    constexpr int GROUPS = 2 * NT / NEAR;
+    if (GROUPS == 1 || rare) { /* loops, as they would be long otherwise */
 #pragma unroll 1
-    for (int r = 0; r < 2 * MT; r++) { /* a loop, as it would be long otherwise */
-        uint32_t row = 0;
-        if (s.r_step != 1 || first % NEAR)
-            row = draw(t, r, a, s, x, seed);
-        else {
-            const uint32_t p = (uint32_t)(uint64_t)(s.p0 + t.row(r) * s.p_step);
+        for (int r = 0; r < 2 * MT; r++)
+            kept.add_row(r, rare ? draw(t, r, a, s, x, source.seed)
+                                 : own(kept_of_eight(philox(source.seed, make_uint4(eight, position(r), x.h, s.b)),
+                                                     a.drop_below)));
+        return;
+    }
+    constexpr bool KEPT = GROUPS > 2; /* else what depends on rows is not worth registers */
+    drop_source::row_part rows[2 * MT];
 #pragma unroll
-            for (int c = 0; c < 2 * NT; c += NEAR) {
-                const uint4 numbers = philox(seed, make_uint4(eight + t.apart(c) / 8, p, x.h, s.b));
-                const uint32_t bits = kept_of_eight(numbers, a.drop_below);
-                row |= (NEAR == 8 ? bits : bits >> (first & 4) & 15) << c;
-            }
-        }
-        kept.add_row(r, row);
+    for (int r = 0; r < 2 * MT; r++)
+        rows[r] = source.of_row(position(r));
+#pragma unroll 1
+    for (int c = 0; c < 2 * NT; c += NEAR) {
+        const drop_source::keys_part keys = source.of_keys(eight + t.apart(c) / 8);
+#pragma unroll
+        for (int r = 0; r < 2 * MT; r++)
+            kept.add_at(r, c, own(source.kept(keys, KEPT ? rows[r] : source.of_row(position(r)), a.drop_below)));
     }
 }
 
