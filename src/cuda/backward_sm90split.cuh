@@ -1,0 +1,501 @@
+/* The warpgroups of the fp32 backward on Hopper, head sizes to 128: each operand is two numbers of fp16 (split.cuh), and what
+ * feeds them is what feeds those of fp16 (backward_sm90_feed.cuh): to it a tensor of HEAD columns of fp32 is one of 2 HEAD
+ * columns of fp16. Kernels own rows and meet the other side 64 columns at a time:
+ *
+ *     dK, dV   64 keys. One warpgroup computes S^T, P and dV += P^T dO, the other dP^T, dS and dK += dS^T Q; P passes from
+ *              the first to the second in fp32. At head sizes to 64 there are registers for a third, to which dS passes: it
+ *              computes dQ = dS K, which is summed in memory, for each query in the order of the keys
+ *     dQ       at larger ones: 64 queries for each of two warpgroups, which do everything for them
+ *
+ * P carries 2^14. Each row of dS, and one of P where that is not enough, gets a power of two that brings its largest close
+ * to 2^15, so that it is far from fp16's smallest numbers; each tile's part of a result is summed by itself and added to
+ * the others in fp32.
+ *
+ * Where two numbers of fp16 do not hold what is needed for a score, or where something is infinite or not a number, the
+ * own rows are marked. */
+#ifndef HEED_CUDA_BACKWARD_SM90SPLIT_CUH
+#define HEED_CUDA_BACKWARD_SM90SPLIT_CUH
+
+#include "backward_sm90.cuh"
+#include "split_sm90.cuh"
+
+struct split_job {
+    backward_job job;
+    split_rows own[2], other[2];
+    int exact_below; /* where the shifts of Q and K add up to less, two numbers of fp16 are not enough */
+    int *any;        /* whether anything was marked */
+};
+
+constexpr int QUERIES = 128; /* of a block that owns queries */
+
+template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
+struct dkv_shape : backward_shape<true, PARTS * HEAD, SPLIT_ROWS, WIDE ? 1 : 2, WIDE ? 2 : 4, 2, 0, 0, 4> {
+    static constexpr bool SOON = false,
+                          BY_ROLE = false; /* K and V are given back together, and with the piece of work */
+    static constexpr int WORKS = WIDE ? 1 : 2;
+    typedef uint64_t own_rows; /* K and V as left operands */
+};
+
+/* With dQ, which needs few registers, so that there are some for K and V: P and dS leave shared memory little time. */
+template <int PARTS>
+struct dkv_shape<64, PARTS, false> : backward_shape<true, PARTS * 64, SPLIT_ROWS, 2, 4, 2, OWNER, 2, 4> {
+    static constexpr bool NUMBERS = true;
+    static constexpr int HEAD = 64, MANY = 192, SOME = 96;
+    typedef held_rows<PARTS> own_rows;
+};
+
+template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
+struct dq_shape : backward_shape<false, PARTS * HEAD, QUERIES, WIDE ? 1 : 2, WIDE ? 2 : 4, WIDE ? 1 : 2> {
+    static constexpr bool SOON = false;
+    static constexpr int WORKS = WIDE ? 1 : 2;
+};
+
+/* ---- Sums -------------------------------------------------------------------------------------------------------- */
+
+/* 64 rows of a result, in units of 2^-e for either of the lane's rows. */
+template <int HEAD> struct gradient {
+    float x[HEAD / 2];
+    int e[2];
+    __device__ gradient()
+    {
+        clear(x);
+        e[0] = e[1] = 1000;
+    }
+
+    /* += T, which is in units of 2^-by. */
+    __device__ void add(const float (&T)[HEAD / 2], const int (&by)[2])
+    {
+        if (__any_sync(~0u, by[0] < e[0] - 30 || by[1] < e[1] - 30)) { /* now and then, so that nothing overflows */
+            const int least[2] = { min(e[0], by[0]), min(e[1], by[1]) };
+            const float down[2] = { power(least[0] - e[0]), power(least[1] - e[1]) };
+#pragma unroll
+            for (int i = 0; i < HEAD / 2; i++)
+                x[i] *= down[i / 2 % 2];
+            e[0] = least[0], e[1] = least[1];
+        }
+        const float now[2] = { power(e[0] - by[0]) * given_back<COLUMNS / 16>,
+                               power(e[1] - by[1]) * given_back<COLUMNS / 16> };
+#pragma unroll
+        for (int i = 0; i < HEAD / 2; i++)
+            x[i] = fmaf(T[i], now[i / 2 % 2], x[i]);
+    }
+
+    /* Writes those of the rows that are there. at(r): of row r of 64. */
+    template <class Where> __device__ void write(float scale, const view &t, int width, int rows, Where at)
+    {
+#pragma unroll
+        for (int i = 0; i < HEAD / 2; i++)
+            x[i] = times_power(x[i] * scale, -e[i / 2 % 2]);
+        const int top = threadIdx.x / 32 % 4 * 16;
+        store_rows_fp32<HEAD, 1>((const float(&)[1][HEAD / 8][4]) x, t, width, false,
+                                 [&](int r) { return top + r < rows ? at(top + r) : NOWHERE; });
+    }
+};
+
+/* ---- Pointwise work ---------------------------------------------------------------------------------------------- */
+
+/* What takes S to exponents of 2. */
+template <int HEAD> __device__ inline float exponent_scale(const args &a, int shifts)
+{
+    return given_back<HEAD / 16> * LOG2E * fmaxf(fminf(times_power(a.scale, -shifts), 2e38f), 1.2e-38f);
+}
+
+/* S becomes P 2^14, with L(e) of element e. range: the columns that this lane's rows see. In the exponent 14 would cost
+ * four bits of the largest P. */
+template <class Terms>
+__device__ inline void weigh(float (&S)[COLUMNS / 2], float c, bool whole, const int2 *range, int column, Terms L)
+{
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e++)
+        S[e] = exp2_fast(fmaf(S[e], c, -L(e))) * power(TOP);
+    if (whole)
+        return;
+    const int low[2] = { range[0].x - column, range[8].x - column };
+    const int high[2] = { range[0].y - column, range[8].y - column };
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e++) {
+        const int i = column_of(e), r = e / 2 % 2;
+        S[e] = i >= low[r] && i < high[r] ? S[e] : 0.0f;
+    }
+}
+
+/* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14.
+ * pass(i, dS): these of dS, times 2^14. */
+template <class Weights, class Terms, class Pass>
+__device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weights P, Terms delta, int (&by)[2],
+                                     Pass pass)
+{
+    for (; shifts > 100; shifts -= 100) /* so that its power of two is a number of fp32 */
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            dP[e] *= power(-100);
+    const float down = power(max(-126, min(127, -shifts))) * given_back<4>;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i++) {
+        const float4 four = P(i);
+        const float weights[4] = { four.x, four.y, four.z, four.w };
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            dP[4 * i + e] = fmaf(dP[4 * i + e], down, -delta(4 * i + e)) * weights[e];
+        pass(i, &dP[4 * i]);
+    }
+    raise_rows((float(&)[1][COLUMNS / 8][4]) dP, by);
+    by[0] += TOP, by[1] += TOP;
+}
+
+/* ---- Keys -------------------------------------------------------------------------------------------------------- */
+
+/* A piece of keys meets the queries of all heads that share the keys, tile after tile, in each the heads one after the
+ * other. Where the shifts of tile i are. */
+template <class C> __device__ inline int met_at(const split_job &p, const piece &w, int i)
+{
+    const int step = i / p.job.a.G;
+    return (int)split_at(p.other[0], w.other_batch, w.head * p.job.a.G + i - step * p.job.a.G,
+                         w.other_row + column_at<C>(w, step));
+}
+
+/* Where in its tile a thread puts four numbers at a time that pass: so that those who read them by columns, eight bytes
+ * at a time, find them in different banks. */
+__device__ inline int place_to_pass(int thread) { return thread ^ (thread >> 1 & 4) ^ (thread >> 3 & 2); }
+
+template <class C> __device__ inline void leave_piece(backward_shared<C> &s, int slot)
+{
+    release(&s.own_free[slot]);
+    if (C::ADDS)
+        release(&s.work_free[slot]);
+}
+
+template <int HEAD, class C> __device__ inline void values_role(const split_job &p, backward_shared<C> &s)
+{
+    const args &a = p.job.a;
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    int tile = 0;
+    meet_pieces<C>(s, [&](const piece &w, int n) {
+        const int slot = n % C::SLOTS;
+        const int all = uniform(w.tiles) * a.G;
+        typename C::own_rows K;
+        take_rows(K, shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
+        const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
+        const int2 *const range = C::ADDS ? p.job.ranges + w.ranges + row : &s.range[slot][row];
+        shifts_ahead q_shifts, g_shifts;
+        const auto of_q = [&](int i) { return p.other[0].shifts + met_at<C>(p, w, i); };
+        const auto of_g = [&](int i) { return p.other[1].shifts + met_at<C>(p, w, i); };
+        const auto q_shift = [&](int i) { return q_shifts.get(i, all, of_q); };
+        const auto g_shift = [&](int i) { return g_shifts.get(i, all, of_g); };
+        if (all)
+            q_shifts.ask(0, all, of_q), g_shifts.ask(0, all, of_g);
+        gradient<HEAD> dV;
+        operand hi, lo;
+        /* From S to P of a tile, which is handed over. */
+        const auto finish = [&](float(&S)[COLUMNS / 2], int shift) {
+            const float *const L = s.L[tile % C::FIRST] + lane % 4 * 2;
+            const int care = uniform(s.care[tile % C::FIRST][0]);
+            weigh(S, exponent_scale<HEAD>(a, k_shift + shift), care < 0, range, care + lane % 4 * 2,
+                  [&](int e) { return L[column_of(e)]; });
+            release_first(s, tile);
+            wait_to_pass(s, tile);
+            float4 *const to = (float4 *)s.pass[tile % 2 * 2] + place_to_pass(threadIdx.x % 128);
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 8; i++)
+                to[i * 128] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
+            release(&s.pass_full[tile % 2]);
+        };
+        float T[HEAD / 2]; /* P^T dO of a tile is added when the next S is under way */
+        clear(T);
+        int by[2], held[2] = { 1000, 1000 }; /* of P^T dO of the tile before, and of T */
+        const auto split = [&](float(&S)[COLUMNS / 2], int g_shift) {
+            int raised[2];
+            split_weights(hi, lo, S, raised);
+            by[0] = raised[0] + TOP + g_shift, by[1] = raised[1] + TOP + g_shift;
+        };
+        if (all) {
+            float S[COLUMNS / 2];
+            wait_first(s, tile);
+            multiply_scores<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile)); /* S^T = K Q^T */
+            finish(S, q_shift(0).s);
+            split(S, g_shift(0).s);
+            tile++;
+        }
+#pragma unroll 1
+        for (int j = 1; j < all; j++, tile++) {
+            float S[COLUMNS / 2];
+            wait_first(s, tile);
+            wait_second(s, tile - 1);
+            multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
+                                                      [&]() { dV.add(T, held); });
+            finish(S, q_shift(j).s);
+            keep_order(tile);
+            wgmma_wait<0>();
+            release_second(s, tile - 1);
+            held[0] = by[0], held[1] = by[1];
+            split(S, g_shift(j).s);
+        }
+        if (all) {
+            dV.add(T, held);
+            wait_second(s, tile - 1);
+            multiply_values<HEAD, C::D / HEAD>(T, hi, lo, second_tile(s, tile - 1));
+            release_second(s, tile - 1);
+            dV.add(T, by);
+        }
+        if (a.d_v.data)
+            dV.write(1.0f, a.d_v, a.Dv, w.rows,
+                     [&](int r) { return row_at(a.d_v, w.batch, w.head, a.col + (w.memory_row + r) * a.col_step); });
+        leave_piece(s, slot);
+    });
+}
+
+template <int HEAD, class C> __device__ inline void keys_role(const split_job &p, backward_shared<C> &s)
+{
+    const args &a = p.job.a;
+    const int lane = threadIdx.x % 32;
+    int tile = 0;
+    meet_pieces<C>(s, [&](const piece &w, int n) {
+        const int slot = n % C::SLOTS;
+        const int all = uniform(w.tiles) * a.G;
+        typename C::own_rows V;
+        take_rows(V, shared_address(s.own[0][1]) + slot * (int)sizeof(s.own[0]));
+        const int own = (int)split_at(p.own[0], w.batch, w.head, w.memory_row);
+        const int k_shift = p.own[0].shifts[own].s, v_shift = p.own[1].shifts[own].s;
+        const bool own_strange = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
+        bool again = own_strange;
+        shifts_ahead q_shifts, g_shifts;
+        const auto of_q = [&](int i) { return p.other[0].shifts + met_at<C>(p, w, i); };
+        const auto of_g = [&](int i) { return p.other[1].shifts + met_at<C>(p, w, i); };
+        const auto q_shift = [&](int i) { return q_shifts.get(i, all, of_q); };
+        const auto g_shift = [&](int i) { return g_shifts.get(i, all, of_g); };
+        if (all)
+            q_shifts.ask(0, all, of_q), g_shifts.ask(0, all, of_g);
+        gradient<HEAD> dK;
+        operand hi, lo;
+        int by[2] = {}; /* of dS Q of the tile before */
+        /* From dP to dS of a tile, which is handed over where dQ is computed beside dK. */
+        const auto finish = [&](float(&dP)[COLUMNS / 2], const shift &g, int(&raised)[2]) {
+            const float *const delta = s.delta[tile % C::SECOND] + lane % 4 * 2;
+            float4 *const pass = (float4 *)s.pass[tile % 2 * 2] + place_to_pass(threadIdx.x % 128);
+            wait_passed(s, tile);
+            wait_first(s, tile); /* Q for the next round */
+            differentiate(
+                dP, v_shift + g.s, [&](int i) { return pass[i * 128]; }, [&](int e) { return delta[column_of(e)]; },
+                raised,
+                [&](int i, const float *dS) {
+                    if (C::ADDS) /* keys r and r + 8 of a query beside each other */
+                        pass[i * 128] = make_float4(dS[0], dS[2], dS[1], dS[3]);
+                });
+            release(C::ADDS ? &s.ds_full[tile % 2] : &s.pass_free[tile % 2]);
+            release_second(s, tile);
+        };
+        const auto add = [&](const float(&T)[HEAD / 2]) {
+            release_first(s, tile - 1);
+            dK.add(T, by);
+        };
+        const auto look_at_shifts = [&](int i, const shift &q, const shift &g, const int(&raised)[2]) {
+            const bool strange = q.strange || g.strange || k_shift + q.s < p.exact_below;
+            again |= strange;
+            by[0] = raised[0] + q.s, by[1] = raised[1] + q.s;
+            if (C::ADDS && (strange || own_strange) && threadIdx.x % 128 == 0) /* nor is dQ what it should be */
+                p.other[0].marks[met_at<C>(p, w, i)] = *p.any = 1;
+        };
+        if (all) {
+            float dP[COLUMNS / 2];
+            int raised[2];
+            wait_second(s, tile);
+            multiply_scores<HEAD, C::ROWS, C::D / HEAD>(dP, V, second_tile(s, tile)); /* dP^T = V dO^T */
+            const shift g = g_shift(0);
+            finish(dP, g, raised);
+            split_weights(hi, lo, dP);
+            look_at_shifts(0, q_shift(0), g, raised);
+            tile++;
+        }
+#pragma unroll 1
+        for (int j = 1; j < all; j++, tile++) {
+            float dP[COLUMNS / 2], T[HEAD / 2];
+            int raised[2];
+            wait_second(s, tile);
+            multiply_both_values_first<HEAD, C::ROWS, C::D / HEAD>(dP, V, second_tile(s, tile), T, hi, lo,
+                                                                   first_tile(s, tile - 1));
+            add(T); /* dK += dS^T Q of the tile before */
+            keep_order(tile);
+            wgmma_wait<0>();
+            const shift g = g_shift(j);
+            finish(dP, g, raised);
+            split_weights(hi, lo, dP);
+            look_at_shifts(j, q_shift(j), g, raised);
+        }
+        if (all) {
+            float T[HEAD / 2];
+            multiply_values<HEAD, C::D / HEAD>(T, hi, lo, first_tile(s, tile - 1));
+            add(T);
+        }
+        if (a.d_k.data)
+            dK.write(a.scale, a.d_k, a.D, w.rows,
+                     [&](int r) { return row_at(a.d_k, w.batch, w.head, a.col + (w.memory_row + r) * a.col_step); });
+        if (again && threadIdx.x % 128 == 0)
+            p.own[0].marks[own] = *p.any = 1;
+        leave_piece(s, slot);
+    });
+}
+
+/* dS of a tile as it has been passed, with queries as rows. */
+__device__ inline void read_across(float (&X)[COLUMNS / 2], const uint4 *pass)
+{
+    const int warp = threadIdx.x / 32 % 4, query = threadIdx.x % 32 / 4, key = threadIdx.x % 4 * 2;
+    const float2 *const from = (const float2 *)pass + query % 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) /* queries, 8 apart */
+#pragma unroll
+        for (int k = 0; k < COLUMNS / 16; k++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int thread = (key + e) * 4 + query / 2;
+                const float2 two = from[((2 * warp + i) * 128 + k * 32 + place_to_pass(thread)) * 2];
+                X[8 * k + 2 * i + e] = two.x, X[8 * k + 4 + 2 * i + e] = two.y;
+            }
+}
+
+/* dQ = dS K of one tile after the other, sent to its sums: see keep_turns(). Where it LEAVES with the last keys, what others
+ * have summed joins these here. */
+template <int HEAD, class C, bool LEAVES> __device__ inline void sums_role(const split_job &p, backward_shared<C> &s)
+{
+    const args &a = p.job.a;
+    int tile = 0;
+    meet_pieces<C>(s, [&](const piece &w, int n) {
+        const int slot = n % C::SLOTS;
+        const int all = uniform(w.tiles) * a.G;
+        const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]), C::ROWS * 128);
+        const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
+        const dq_share mine = LEAVES ? share_of(p.job, w, tile) : dq_share{},
+                       share = { uniform(mine.stored), uniform(mine.leaving), uniform(mine.end) };
+        int column = column_at<C>(w, 0), heads = a.G; /* that have yet to meet it */
+#pragma unroll 1
+        for (int j = 0; j < all; j++, tile++) {
+            float X[COLUMNS / 2], T[HEAD / 2];
+            operand hi, lo;
+            int by[2];
+            wait(shared_address(&s.ds_full[tile % 2]), tile / 2 & 1);
+            read_across(X, s.pass[tile % 2 * 2]);
+            release(&s.pass_free[tile % 2]);
+            raise_rows((float(&)[1][COLUMNS / 8][4]) X, by);
+            split_weights(hi, lo, X);
+            multiply_in_turn<HEAD, C::D / HEAD>(T, hi, lo, K);
+            float first[2], second[2]; /* together a.scale 2^-by, which may be no number of fp32 */
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int down = max(-250, min(250, -(by[r] + TOP + k_shift)));
+                first[r] = a.scale * given_back<COLUMNS / 16> * power(down / 2), second[r] = power(down - down / 2);
+            }
+#pragma unroll
+            for (int i = 0; i < HEAD / 2; i++)
+                T[i] *= first[i / 2 % 2], T[i] *= second[i / 2 % 2];
+            wait(shared_address(&s.stage_free[tile % 2]), tile / 2 & 1 ^ !LEAVES); /* see take_turn() */
+            float4 *const stage = s.stage[tile % 2] + threadIdx.x / 32 % 4 * (4 * HEAD) + threadIdx.x % 32;
+            if (LEAVES && share.leaves(tile)) {
+                if (share.reads(tile))
+#pragma unroll
+                    for (int i = 0; i < HEAD / 8; i++) {
+                        const float4 x = stage[i * 32];
+                        T[4 * i] += x.x, T[4 * i + 1] += x.y, T[4 * i + 2] += x.z, T[4 * i + 3] += x.w;
+                    }
+                const int top = column + threadIdx.x / 32 % 4 * 16, h = w.head * a.G + a.G - heads;
+                store_rows_fp32<HEAD, 1>((const float(&)[1][HEAD / 8][4]) T, a.d_q, a.D, false, [&](int r) {
+                    return top + r < w.columns ? row_at(a.d_q, w.other_batch, h, w.other_row + top + r) : NOWHERE;
+                });
+            } else {
+#pragma unroll
+                for (int i = 0; i < HEAD / 8; i++)
+                    stage[i * 32] = make_float4(T[4 * i], T[4 * i + 1], T[4 * i + 2], T[4 * i + 3]);
+            }
+            fence_async();
+            release(&s.staged[tile % 2]);
+            if (--heads == 0)
+                heads = a.G, column -= COLUMNS;
+        }
+        leave_piece(s, slot);
+    });
+}
+
+/* ---- Queries ----------------------------------------------------------------------------------------------------- */
+
+template <int HEAD, class C, int GROUP> __device__ inline void queries_role(const split_job &p, backward_shared<C> &s)
+{
+    constexpr int PARTS = C::D / HEAD;
+    const args &a = p.job.a;
+    const int lane = threadIdx.x % 32, row = GROUP * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    int tile = 0;
+    meet_pieces<C>(s, [&](const piece &w, int n) {
+        const int slot = n % C::SLOTS;
+        const uint64_t Q = tile_at(shared_address(s.own[slot][0]) + GROUP * 8192);
+        const uint64_t dO = tile_at(shared_address(s.own[slot][1]) + GROUP * 8192);
+        const int64_t at = ((int64_t)w.batch * a.Hq + w.head) * p.job.pitch + w.memory_row;
+        const int r0 = min(row, w.rows - 1), r1 = min(row + 8, w.rows - 1); /* rows that do not exist see no column */
+        const float L[2] = { p.job.L[at + r0], p.job.L[at + r1] };
+        const float delta[2] = { p.job.delta[at + r0], p.job.delta[at + r1] };
+        const int64_t own = split_at(p.own[0], w.batch, w.head, w.memory_row) + (GROUP * 64 < w.rows ? GROUP * 64 : 0);
+        const int q_shift = p.own[0].shifts[own].s, g_shift = p.own[1].shifts[own].s;
+        bool again = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
+        const int inside = uniform(w.inside[GROUP]), outside = uniform(w.outside[GROUP]);
+        const int begin = uniform(w.begin[GROUP]), end = uniform(w.end[GROUP]), tiles = uniform(w.tiles);
+        int column = w.start + begin * COLUMNS;
+        shifts_ahead k_shifts, v_shifts;
+        const int met = (int)split_at(p.other[0], w.other_batch, w.head / a.G, w.other_row + column);
+        gradient<HEAD> dQ;
+        operand hi, lo;
+        int by[2] = {}, before = 0; /* of dS and K of the tile before */
+        const auto of_k = [&](int i) { return p.other[0].shifts + met + i * COLUMNS; };
+        const auto of_v = [&](int i) { return p.other[1].shifts + met + i * COLUMNS; };
+        if (begin < end)
+            k_shifts.ask(0, end - begin, of_k), v_shifts.ask(0, end - begin, of_v);
+        tile = skip(s, tile, begin);
+        shift k = {};
+        /* From S of a tile to P. */
+        const auto finish = [&](float(&S)[COLUMNS / 2], int j) {
+            k = k_shifts.get(j - begin, end - begin, of_k);
+            weigh(S, exponent_scale<HEAD>(a, q_shift + k.s), column >= inside && column + COLUMNS <= outside,
+                  &s.range[slot][row], column + lane % 4 * 2, [&](int e) { return L[e / 2 % 2]; });
+        };
+        const auto add = [&](const float(&T)[HEAD / 2]) {
+            release_first(s, tile - 1);
+            const int all_of_it[2] = { by[0] + before, by[1] + before };
+            dQ.add(T, all_of_it);
+        };
+#pragma unroll 1
+        for (int j = begin; j < end; j++, tile++, column += COLUMNS) {
+            float S[COLUMNS / 2], dP[COLUMNS / 2];
+            wait_first(s, tile);
+            if (j == begin) {
+                multiply_scores<HEAD, C::ROWS, PARTS>(S, Q, first_tile(s, tile)); /* S = Q K^T */
+                finish(S, j);
+            } else {
+                float T[HEAD / 2];
+                multiply_both<HEAD, C::ROWS, PARTS>(S, Q, first_tile(s, tile), T, hi, lo, first_tile(s, tile - 1));
+                finish(S, j);
+                keep_order(tile);
+                wgmma_wait<0>();
+                add(T); /* dQ += dS K of the tile before */
+            }
+            wait_second(s, tile);
+            multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
+            release_second(s, tile);
+            const shift v = v_shifts.get(j - begin, end - begin, of_v);
+            again |= k.strange || v.strange || q_shift + k.s < p.exact_below;
+            differentiate(
+                dP, g_shift + v.s,
+                [&](int i) { return make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]); },
+                [&](int e) { return delta[e / 2 % 2]; }, by, [](int, const float *) {});
+            before = k.s;
+            split_weights(hi, lo, dP);
+        }
+        if (begin < end) {
+            float T[HEAD / 2];
+            multiply_values<HEAD, C::D / HEAD>(T, hi, lo, first_tile(s, tile - 1));
+            add(T);
+        }
+        tile = skip(s, tile, tiles - end);
+        dQ.write(a.scale, a.d_q, a.D, w.rows - GROUP * 64,
+                 [&](int r) { return row_at(a.d_q, w.batch, w.head, w.memory_row + GROUP * 64 + r); });
+        if (again && GROUP * 64 < w.rows && threadIdx.x % 128 == 0)
+            p.own[0].marks[own] = *p.any = 1;
+        release(&s.own_free[slot]);
+    });
+}
+
+#endif
