@@ -404,8 +404,11 @@ static heed_status run_keys(backward_job *job, const heed_problem *p, const tabl
     /* Bytes of Q and dO; sums of dQ want room, too. Who works on a long head is in about the same half of it. */
     const int64_t met = (int64_t)(all ? HEED_MIN(a.Sq, HEED_MAX(2048, a.Sq / 2)) : a.Sq) * a.G * (a.D + a.Dv) * 2;
     job->together = heed_sm90_heads_together(a, heads, all ? met + met / 2 : met);
-    if (all) /* that the tiles of a head follow each other, as they take turns, and do not all start at once */
-        job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(units, job->tiles)));
+    /* That the tiles of a head follow each other, as they take turns, and do not all start at once; nor all end, where the
+     * last ones wait for the others. */
+    const int working = job->leaves ? units + units / 2 : units;
+    if (all)
+        job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(working, job->tiles)));
     if ((a.left < FAR || a.right < FAR) && a.G > 1 && job->count <= 8 * units)
         job->together = heads; /* few tiles and long ones: longest first among all */
     if ((status = map_keys(job->own, p, a, a.k, a.v, keys.rows)) || (status = map_queries(job->other, p, a, COLUMNS)) ||
