@@ -93,11 +93,19 @@ static const char *filter_of_names(void)
 
 heed_kernel_info next_kernel(int pass, const char *after)
 {
+    static uint64_t state_of_loop;
     const char *filter = filter_of_names();
     heed_kernel_info info;
+    if (!after) {
+        state_of_loop = random_state;
+        forget_answers();
+    }
     for (int index = after ? kernel_index(after) + 1 : 0; heed_kernel_at(index, &info) == HEED_OK; index++)
-        if (info.runs_here && (pass == EITHER_PASS || info.backward == pass) && (!filter || strstr(info.name, filter)))
+        if (info.runs_here && (pass == EITHER_PASS || info.backward == pass) &&
+            (!filter || strstr(info.name, filter))) {
+            random_state = state_of_loop;
             return info;
+        }
     return (heed_kernel_info){ 0 };
 }
 

@@ -48,7 +48,8 @@ int one_in(int64_t n);
 
 #define EITHER_PASS (-1)
 
-/* Every row of the kernel table that runs on this machine. */
+/* Every row of the kernel table that runs on this machine. Each meets the same random numbers, so that what is right
+ * is worked out once for all rows of a type. Such loops do not nest. */
 #define for_each_kernel(pass, kernel)                                                                                  \
     for (heed_kernel_info kernel = next_kernel(pass, NULL); kernel.name; kernel = next_kernel(pass, kernel.name))
 heed_kernel_info next_kernel(int pass, const char *after);
@@ -175,6 +176,7 @@ void expect_same_bits(const test_case *c, const char *what, const heed_tensor *x
 
 /* Every element of the outputs of this pass agrees with the reference to within what rounding explains. */
 void expect_close(test_case *c, heed_pass pass);
+void forget_answers(void); /* which it keeps for other rows with the same problem */
 
 /* Runs the case's own pass, and forward before backward, then expect_close. */
 void case_check(test_case *c);
