@@ -159,7 +159,7 @@ _C.use_torch(
     torch.Tensor,
     torch.nn.Parameter,
     getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
-    (torch.empty_strided, _DTYPES),
+    (torch.empty_strided, getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None), _DTYPES),
     (torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
     vars(torch.autograd.forward_ad),
     torch._C._are_functorch_transforms_active,

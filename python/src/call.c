@@ -382,6 +382,10 @@ int call_open(call *c, PyObject *const *args)
         read_lengths(c, args) || read_block_table(c, args[ARG_BLOCK_TABLE]))
         return -1;
     int cuda = c->q.device.type == DL_CUDA;
+    if (cuda && c->a.q.dtype == HEED_F64) {
+        PyErr_SetString(PyExc_TypeError, "q: dtype is float64, expected float32, float16 or bfloat16 on a GPU");
+        return -1;
+    }
     c->x.backend = cuda ? HEED_CUDA : c->a.q.dtype == HEED_F64 ? HEED_REFERENCE : HEED_CPU;
     c->x.device = cuda ? c->q.device.id : 0;
     return cuda ? memory_stream(c->like, c->x.device, &c->x.stream) : 0;

@@ -6,7 +6,7 @@
 #include <string.h>
 
 PyObject *memory_empty_function, *memory_stream_function;
-PyObject *memory_torch_empty_strided, *memory_torch_dtypes;
+PyObject *memory_torch_empty_strided, *memory_torch_empty_cuda, *memory_torch_dtypes;
 
 /* ---- PyTorch's C functions ---------------------------------------------------------------------------------------- */
 
@@ -102,6 +102,58 @@ static int64_t bytes_of(const form *f)
     return bytes;
 }
 
+static const char *dtype_name(dl_dtype t)
+{
+    static const char *const names[] = { [2] = "float16", [4] = "float32", [8] = "float64" };
+    return t.code == DL_UINT ? "uint8" : t.code == DL_BFLOAT ? "bfloat16" : names[t.bits / 8];
+}
+
+static int same_form(const form *f, const form *g)
+{
+    const size_t bytes = (size_t)f->ndim * sizeof *f->shape;
+    return f->ndim == g->ndim && f->dtype.code == g->dtype.code && f->dtype.bits == g->dtype.bits &&
+           !memcmp(f->shape, g->shape, bytes) && !memcmp(f->stride, g->stride, bytes);
+}
+
+/* (shape, strides, dtype), a borrowed reference: a program has few forms, and asks for them again and again. */
+static PyObject *arguments_of(const form *f)
+{
+    enum { KEPT = 8 };
+    static struct {
+        form form;
+        PyObject *arguments;
+    } kept[KEPT];
+    static int next;
+    for (int n = 0; n < KEPT && kept[n].arguments; n++)
+        if (same_form(&kept[n].form, f))
+            return kept[n].arguments;
+    PyObject *sizes = tuple_of(f->ndim, f->shape), *steps = tuple_of(f->ndim, f->stride), *arguments = NULL;
+    PyObject *dtype = PyDict_GetItemString(memory_torch_dtypes, dtype_name(f->dtype));
+    if (sizes && steps && dtype && (arguments = PyTuple_Pack(3, sizes, steps, dtype))) {
+        Py_XDECREF(kept[next].arguments);
+        kept[next].form = *f, kept[next].arguments = arguments;
+        next = (next + 1) % KEPT;
+    }
+    Py_XDECREF(sizes);
+    Py_XDECREF(steps);
+    return arguments;
+}
+
+/* By the function that torch.compile's code makes tensors with, past PyTorch's dispatcher: on the current device. NULL: that is
+ * another, or it cannot be made; no exception is set. */
+static PyObject *on_current_device(const view *v, const form *f, void **data)
+{
+    PyObject *arguments = arguments_of(f), *made = NULL;
+    int32_t id = -1;
+    if (arguments && (made = PyObject_Call(memory_torch_empty_cuda, arguments, NULL)) &&
+        (Py_TYPE(made) != view_exchange_type || libtorch.device_of(libtorch_tensor(made), &id) || id != v->device.id ||
+         libtorch.data_of(libtorch_tensor(made), data)))
+        Py_CLEAR(made);
+    if (!made)
+        PyErr_Clear();
+    return made;
+}
+
 /* PyTorch before 2.14: its Python functions, called from here. */
 static PyObject *by_torch(PyObject *like, PyObject *sizes, PyObject *steps, const char *name)
 {
@@ -121,15 +173,15 @@ PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data)
     int torch = of_exchange(like);
     *data = NULL;
     if (libtorch.makes_tensors && torch) {
-        PyObject *tensor = by_libtorch(v, f, data);
+        const int quick = v->device.type == DL_CUDA && libtorch.tensor_at && memory_torch_empty_cuda != Py_None;
+        PyObject *tensor = quick ? on_current_device(v, f, data) : NULL;
+        tensor = tensor ? tensor : by_libtorch(v, f, data);
         if (tensor)
             return tensor; /* out of memory and the like are told by the way below */
         PyErr_Clear();
         *data = NULL;
     }
-    static const char *const names[] = { [2] = "float16", [4] = "float32", [8] = "float64" };
-    dl_dtype t = f->dtype;
-    const char *name = t.code == DL_UINT ? "uint8" : t.code == DL_BFLOAT ? "bfloat16" : names[t.bits / 8];
+    const char *name = dtype_name(f->dtype);
     PyObject *sizes = tuple_of(f->ndim, f->shape), *steps = tuple_of(f->ndim, f->stride), *result = NULL;
     if (sizes && steps && torch)
         result = by_torch(like, sizes, steps, name);

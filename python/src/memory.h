@@ -6,8 +6,9 @@
 
 /* A Python function empty(like, shape, strides, dtype) and one stream(like), which know every library. */
 extern PyObject *memory_empty_function, *memory_stream_function;
-/* torch.empty_strided and a dict from names to dtypes: quicker than them; NULL before torch is here. */
-extern PyObject *memory_torch_empty_strided, *memory_torch_dtypes;
+/* torch.empty_strided, what torch.compile's code has for it on the current CUDA device, or None, and a dict from names to
+ * dtypes: quicker than them; NULL before torch is here. */
+extern PyObject *memory_torch_empty_strided, *memory_torch_empty_cuda, *memory_torch_dtypes;
 
 /* A tensor that is to be made. Strides in elements. */
 typedef struct form {

@@ -107,9 +107,9 @@ PyObject *torch_use(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *tensor, *parameter, *exchange, *context;
-    if (!PyArg_ParseTuple(args, "OOO(OO)(OOO)OOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_strided,
-                          &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes, &autocast, &forward_ad,
-                          &functorch_active, &apply, &context, &backward_otherwise))
+    if (!PyArg_ParseTuple(args, "OOO(OOO)(OOO)OOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_strided,
+                          &memory_torch_empty_cuda, &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes, &autocast,
+                          &forward_ad, &functorch_active, &apply, &context, &backward_otherwise))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
     if (find_attribute(tensor, "requires_grad", &requires_grad_of) || find_attribute(context, "to_save", &to_save) ||
