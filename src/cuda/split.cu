@@ -122,17 +122,26 @@ __device__ static void find_facts(const args &a, const split_tensors &to, const 
         to.L[number] = f.log2, to.delta[number] = fmaf(-f.delta, less[threadIdx.x], f.delta);
 }
 
-/* Zeros for gradients of the keys around the stride's, of 64 of these: those before the first of all as well. */
+/* Zeros for gradients of the keys around the stride's, of 64 of these: those before the first of all as well. A thread has four
+ * columns of every so many rows, and counts where they stand from one key of the stride to the next. */
+template <int D>
 __device__ static void clear_gaps(const args &a, const split_group &g, const view &t, int width, int first)
 {
-    const int64_t from = first ? a.col + (int64_t)first * a.col_step : 0;
-    const int64_t to = g.from.count <= SPLIT_ROWS ? a.Sk : a.col + (int64_t)(first + SPLIT_ROWS) * a.col_step;
-    for (int64_t row = from + threadIdx.x / 32; row < to; row += blockDim.x / 32) {
-        if (row >= a.col && (row - a.col) % a.col_step == 0)
-            continue;
-        const int64_t at = row_at(t, g.batch, g.head, row);
-        for (int c = threadIdx.x % 32; c < width; c += 32)
-            store(t, at + c * t.stride[3], 0.0f);
+    constexpr int LANES = D / 4, AT_ONCE = threads_of<D> / LANES;
+    const int from = first ? a.col + first * a.col_step : 0, step = a.col_step;
+    const int to = g.from.count <= SPLIT_ROWS ? a.Sk : a.col + (first + SPLIT_ROWS) * step;
+    const int column = threadIdx.x % LANES * 4, columns = min(width - column, 4), further = AT_ONCE % step;
+    int row = from + threadIdx.x / LANES, past = (row - a.col) % step;
+    past += past < 0 ? step : 0;
+    int64_t at = row_at(t, g.batch, g.head, row) + column * t.stride[3];
+    for (; row < to; row += AT_ONCE, at += AT_ONCE * t.stride[2]) {
+        if (past && t.vector && columns == 4)
+            *(float4 *)((float *)t.data + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        else if (past)
+            for (int c = 0; c < columns; c++)
+                store(t, at + c * t.stride[3], 0.0f);
+        past += further;
+        past -= past >= step ? step : 0;
     }
 }
 
@@ -146,7 +155,7 @@ __device__ static void split_one(const args &a, const split_tensors &to, const s
         return;
     const view &gradient = g.second ? a.d_v : a.d_k;
     if (to.gaps && g.keys && gradient.data)
-        clear_gaps(a, g, gradient, g.second ? a.Dv : a.D, g.row);
+        clear_gaps<D>(a, g, gradient, g.second ? a.Dv : a.D, g.row);
     flight<D> rows(g.from);
     const bool d_o = g.second && !g.keys;
     if (d_o)
