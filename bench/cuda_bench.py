@@ -2,10 +2,14 @@
 
     python3 bench/cuda_bench.py [--lib PATH] [--dtype f32,f16,bf16] [--head-dim 64,128] [--rows 512,2048,16384]
                                 [--kernel FAMILY] [--tokens 16384] [--width 2048]
+    python3 bench/cuda_bench.py --features [--lib PATH] [--dtype bf16] [--head-dim 64,128] [--kernel mma]
 
 One line for each problem: B x S = --tokens, H x D = --width. FLOP: 4 B H S^2 D forward, half of it causal, 2.5 times
 that backward. Times are medians of repeated runs between CUDA events, after a warm-up; results are compared with
 PyTorch's before they are timed. Rivals: flash (FlashAttention-2, deterministic in the backward), efficient, cudnn.
+
+With --features: one line for each feature, 2 x 16 heads of 4096 rows, forward and backward in turns with those of the plain
+problem, from graphs, and the ratio of the medians at the same number of visible pairs.
 """
 import argparse
 import ctypes as C
@@ -54,7 +58,7 @@ def view(t):
 class Heed:
     """One problem, forward and backward, ready to be called again and again."""
 
-    def __init__(self, lib, q, k, v, do, family=None, dtype="f32", any_order=False, **options):
+    def __init__(self, lib, q, k, v, do, family=None, dtype="f32", any_order=False, d_bias=None, **options):
         self.lib, b, h, s, d = lib, *q.shape
         self.o, self.lse = torch.empty_like(do), torch.empty(b, h, s, 1, device=q.device)
         self.grads = [torch.empty_like(t) for t in (q, k, v)]
@@ -65,7 +69,8 @@ class Heed:
                 self.keep.append(value)
                 value = view(value)
             setattr(self.a, name, value)
-        self.g = Gradient(d_o=view(do), d_q=view(self.grads[0]), d_k=view(self.grads[1]), d_v=view(self.grads[2]))
+        self.g = Gradient(d_o=view(do), d_q=view(self.grads[0]), d_k=view(self.grads[1]), d_v=view(self.grads[2]),
+                          d_bias=view(d_bias))
         self.x = [Exec(backend=1, stream=torch.cuda.current_stream().cuda_stream, nondeterministic=int(any_order),
                        kernel=f"{way}_cuda_{family}_{dtype}".encode() if family else None)
                   for way in ("forward", "backward")]
@@ -161,9 +166,12 @@ def main():
     p.add_argument("--width", type=int, default=2048)
     p.add_argument("--kernel", default=None)
     p.add_argument("--rivals", default="flash,efficient,cudnn")
+    p.add_argument("--features", action="store_true")
     args = p.parse_args()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
+    if args.features:
+        return features(lib, args)
     torch.use_deterministic_algorithms(True)  # with warn_only PyTorch's backward would stay nondeterministic
     torch.utils.deterministic.fill_uninitialized_memory = False
     rivals = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -177,6 +185,59 @@ def main():
             for s in map(int, args.rows.split(",")):
                 for causal in (False, True):
                     line(lib, args, rivals, dtype, d, s, causal)
+
+
+def features(lib, args):
+    torch.cuda.set_stream(torch.cuda.Stream())  # what Heed captures as well
+    b, h, s, window = 2, 16, 4096, 1024
+    fp32 = lambda *shape: torch.randn(*shape, device="cuda")
+    hides = lambda *shape: torch.rand(*shape, device="cuda") > 0.3
+    document = torch.arange(s, device="cuda") // 1024
+    seen = {"causal": (s + 1) / 2 / s, "window": sum(min(i + 1, window) for i in range(s)) / s / s}
+    print(f"{torch.cuda.get_device_name()}; {b},{h},{s}: ms forward, backward, over plain at as many visible pairs")
+    for dtype in args.dtype.split(","):
+        kind = DTYPES[dtype][1]
+        problems = {
+            "plain": lambda: {}, "causal": lambda: {"causal": 1},
+            "window": lambda: {"windowed": 1, "window_left": window - 1},
+            "stride": lambda: {"key_stride": 4},
+            "mask": lambda: {"mask": hides(1, h, s, s)}, "mask of keys": lambda: {"mask": hides(b, 1, 1, s)},
+            "mask of ones": lambda: {"mask": torch.ones(1, h, s, s, device="cuda", dtype=torch.bool)},
+            "mask of documents": lambda: {"mask": (document[:, None] == document).view(1, 1, s, s)},
+            "bias": lambda: {"bias": fp32(1, h, s, s).to(kind)},
+            "bias of all heads": lambda: {"bias": fp32(1, 1, s, s).to(kind)},
+            "bias of fp32": lambda: {"bias": fp32(1, h, s, s)},
+            "bias, its gradient": lambda: {"bias": fp32(1, h, s, s).to(kind), "d_bias": fp32(1, h, s, s).to(kind)},
+            "ALiBi": lambda: {"alibi": fp32(1, h, 1, 1).abs()}, "softcap": lambda: {"softcap": 30.0},
+            "dropout": lambda: {"dropout": 0.1, "dropout_seed": 7}}
+        for d in map(int, args.head_dim.split(",")):
+            torch.manual_seed(0)
+            q, k, v, do = (fp32(b, h, s, d).to(kind) for _ in range(4))
+            graphs = lambda x: [capture_here(x.forward), capture_here(x.backward)]
+            keys = [t[:, :, ::4].contiguous() for t in (k, v)]
+            bases = [Heed(lib, q, *other, do, args.kernel, dtype) for other in ((k, v), keys)]
+            base_graphs = [graphs(x) for x in bases]
+            for name, options in problems.items():
+                x = Heed(lib, q, k, v, do, args.kernel, dtype, **options())
+                pairs = list(zip(base_graphs[name == "stride"], graphs(x)))
+                times = [[[replay_ms(g, 6) for g in pair] for _ in range(5)] for pair in pairs]
+                medians = [[statistics.median(t) for t in zip(*way)] for way in times]
+                over = [m[1] / m[0] / seen.get(name, 1.0) for m in medians]
+                print(f"{dtype:5}{d:4} {name:20}{medians[0][1]:8.3f}{medians[1][1]:8.3f}   {over[0]:.2f} {over[1]:.2f}",
+                      flush=True)
+                del x, pairs
+                torch.cuda.empty_cache()
+
+
+def capture_here(call):
+    """The call as a graph, on the stream that is current."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    call()
+    graph.capture_end()
+    return graph
 
 
 def line(lib, args, rivals, dtype, d, s, causal):
