@@ -33,6 +33,8 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
     return()
 endif()
 find_package(CUDAToolkit REQUIRED)
+# The level is that of host code, here what surrounds launches; GPUs' code is optimised as far as it goes anyway.
+string(REPLACE -O3 -O2 CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
 
 # Machine code of 8.0 runs on 8.6 and 8.9 and that of 10.0 on 10.3; what comes after gets the PTX of 10.0.
 set(architectures ${HEED_CUDA_ARCHITECTURES})
@@ -51,8 +53,9 @@ endif()
 # Which sources: forward_<family>.cu and backward_<family>.cu are rows of the kernel table, forward_<family>_<part>.cu is
 # a part of one, split.cu serves those of that name, the others serve them all. A family is compiled for the chips that it
 # runs on, as src/cuda/backend.h says; device and tensor_map have no kernels, and any one chip will do.
-set(groups_all rows portable mma turing split small sm90 host)
+set(groups_all rows portable forward_mma mma turing split small sm90 host)
 set(chips_mma "^[89a-z]|^1[0-9][0-9]")
+set(chips_forward_mma ${chips_mma})
 set(chips_small "^[89a-z]|^1[0-9][0-9]")
 set(chips_turing "^75|^8[0-9]|^90|^[a-z]")
 set(chips_split "^8[0-9]|^90|^[a-z]")
@@ -74,6 +77,7 @@ endif()
 # its own: PTX takes longer to make than machine code of it.
 set(alike_rows "100 120")
 set(alike_portable "80 90" "100 120")
+set(alike_forward_mma "80 90" "100 120")
 set(alike_mma "100 120")
 set(alike_small "100 120")
 foreach(group IN LISTS groups_all)
@@ -105,6 +109,9 @@ foreach(source IN LISTS all_sources)
         set(row ${CMAKE_MATCH_0})
         set(family ${CMAKE_MATCH_2})
         string(REGEX REPLACE "^(sm90|split).*" "\\1" group ${family})
+        if(row IN_LIST groups_all) # where the two have not as much in common
+            set(group ${row})
+        endif()
         set(has 1)
         if(NOT architectures_${group})
             set(has 0)
@@ -122,7 +129,7 @@ list(REMOVE_DUPLICATES rows)
 target_compile_definitions(heed_host PRIVATE HEED_HAS_CUDA ${rows})
 
 include(CheckCompilerFlag)
-check_compiler_flag(CUDA --compress-mode=size HEED_NVCC_COMPRESSES)
+check_compiler_flag(CUDA --compress-mode=balance HEED_NVCC_COMPRESSES) # to a third more than `size`, in a 60th of its time
 
 # What ptxas says of each kernel, its registers and spills, goes to a file beside the object: the target `registers`
 # prints it, and a test of that name fails on spills.
@@ -134,7 +141,7 @@ function(heed_add_cuda_part name architectures)
         -Xcompiler=-Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics # the statics are those of launch
         $<$<BOOL:${HEED_WERROR}>:-Werror=all-warnings>                             # stubs, which nothing calls
         --diag-suppress=177 # a function that only some chips' code uses
-        $<$<BOOL:${HEED_NVCC_COMPRESSES}>:--compress-mode=size>
+        $<$<BOOL:${HEED_NVCC_COMPRESSES}>:--compress-mode=balance> -Xfatbin=-compress-all
         -Xptxas=-v)
     set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}" CUDA_RUNTIME_LIBRARY Static
         CUDA_VISIBILITY_PRESET hidden CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_report)
