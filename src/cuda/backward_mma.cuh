@@ -25,7 +25,8 @@ static heed_status run_keys(const args &a, const float2 *facts, const heed_plan 
     static_assert(SCORES == MASKED || SCORES == UNBIASED ||
                   sizeof(shared) + Tiles::SLOTS * shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(keys_on_stride(a), Tiles::OWN), a.Hk, (int64_t)a.Sq * a.G, a);
-    const size_t bytes = sizeof(shared) + Tiles::SLOTS * shared::extras::bytes(a, SCORES),
+    const bool near = near_bias<D>(SCORES, plan->device.arch);
+    const size_t bytes = sizeof(shared) + Tiles::SLOTS * shared::extras::bytes(a, SCORES, near),
                  halves = in_pairs<D, Chip>(SCORES) ? shared::HALVES : 0;
     return launch(dkv_mma<T, D, SCORES, WHICH, Chip>, order.blocks(), Tiles::THREADS,
                   bytes + (bytes + halves <= plan->device.shared_bytes ? halves : 0), x, with_unit<SCORES>(a), facts,
@@ -41,7 +42,8 @@ static heed_status run_queries(const args &a, const float2 *facts, bool early, c
     static_assert(SCORES == MASKED || SCORES == UNBIASED ||
                   sizeof(shared) + shared::extras::most_bytes(SCORES) <= Chip::SHARED_BYTES);
     const tile_order order = order_tiles(tiles_of(a.Sq, Tiles::OWN), a.Hq, (int64_t)a.Sk / a.G, a);
-    const size_t bytes = sizeof(shared) + shared::extras::bytes(a, SCORES);
+    const bool near = near_bias<D>(SCORES, plan->device.arch);
+    const size_t bytes = sizeof(shared) + shared::extras::bytes(a, SCORES, near);
     const auto kernel = dq_mma<T, D, SCORES, Chip>;
     return early && Chip::STARTS_EARLY && plan->device.arch >= 90
                ? launch_next(kernel, order.blocks(), Tiles::THREADS, bytes, x, with_unit<SCORES>(a), facts, order)
@@ -85,6 +87,8 @@ static heed_status run_head(const args &a, float2 *facts, const heed_plan *plan,
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
         if (scores == BEGUN)
             return run_scores<T, D, BEGUN, Chip>(a, facts, plan, x);
+        if (scores == WITH_ALIBI)
+            return run_scores<T, D, WITH_ALIBI, Chip>(a, facts, plan, x);
         if (scores == MASKED)
             return run_scores<T, D, MASKED, Chip>(a, facts, plan, x);
         if (scores == UNBIASED)

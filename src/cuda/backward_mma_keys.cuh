@@ -12,7 +12,7 @@ enum { ONLY_DV = 1, ONLY_DK = 2, BOTH = 3 };
  * Beside a mask's tiles there is no room for that, and it was measured on Hopper alone. */
 template <int D, class Chip> __host__ __device__ constexpr bool in_pairs(int scores)
 {
-    return Chip::PAIRS && D == 128 && (scores == PLAIN || scores == BEGUN);
+    return Chip::PAIRS && D == 128 && (scores == PLAIN || begins(scores));
 }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr bool PAIRS_RUN_HERE = true;
@@ -130,8 +130,10 @@ __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int 
         if (!whole)
             band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[slot][threadIdx.x],
                         s.high[slot][threadIdx.x]);
-    } else if (threadIdx.x == BQ && (SCORES >= UNBIASED || SCORES == BEGUN))
+    } else if (threadIdx.x == BQ && (SCORES >= UNBIASED || SCORES == WITH_ALIBI))
         s.of[slot] = head_of(a, q, h);
+    else if (threadIdx.x == BQ && SCORES == BEGUN)
+        s.of[slot].bias = row_at(a.bias, q.b, h, 0);
 }
 
 template <class T, int D, int SCORES, int WHICH, class Chip>
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;
     typedef typename shared::extras extras;
-    constexpr bool COPIES = copies_scores(SCORES),
+    constexpr bool NEAR = near_bias<D>(SCORES, THIS_ARCH), COPIES = copies_scores(SCORES) || NEAR,
                    DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int BN = shared::BN, BQ = shared::BQ, SLOTS = Tiles::SLOTS, THREADS = Tiles::THREADS;
     constexpr bool PAIRS = PAIRS_RUN_HERE && in_pairs<D, Chip>(SCORES);
@@ -170,14 +172,15 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             next = queries_from(a, q, h, i0);
         meet_queries<SCORES>(s, q, slot, a, next, facts, h, i0, whole);
         next.q += BQ * a.q_step, next.d_o += BQ * a.d_o_step;
-        if (SCORES == BEGUN && a.bias.data) {
+        if (SCORES == BEGUN && !NEAR) {
             const char *head = bias_of_head(a, row_at(a.bias, q.b, h, 0));
             prefetch_bias<BQ, BN, THREADS>(threadIdx.x, a, n0,
                                            [&](int r) { return bias_row(a, head, min(i0 + r, q.rows - 1)); });
         }
         if (COPIES)
-            copy_mask_and_bias<SCORES, extras, BQ, THREADS>(threadIdx.x, extra_tiles + slot * extras::bytes(a, SCORES),
-                                                            0, a, q, at_head(from, a, h), i0, n0);
+            copy_mask_and_bias<SCORES, extras, BQ, THREADS>(threadIdx.x,
+                                                            extra_tiles + slot * extras::bytes(a, SCORES, NEAR), 0, a,
+                                                            q, at_head(from, a, h), i0, n0);
     };
     { /* the first copies start before anything is shared: each thread finds out for itself */
         int b, hk;
@@ -219,7 +222,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     clear(dK);
     clear(dV);
     const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
-    if (SCORES == BEGUN && a.bias.data) {
+    if (SCORES == BEGUN) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.K, THREADS>(s.K, power_in(a.scale));
@@ -257,7 +260,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                 multiply_rows<T, D>(dP, sV, row0, sdO, query0); /* dP^T = V dO^T */
             clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, query0); /* S^T = K Q^T */
-            point_at_tiles<SCORES, extras>(t, extra_tiles + slot * extras::bytes(a, SCORES), a, t.column0,
+            point_at_tiles<SCORES, extras>(t, extra_tiles + slot * extras::bytes(a, SCORES, NEAR), a, t.column0,
                                            row0 + lane / 4 * (2 * MT));
             score_and_differentiate(
                 t, dt, kept, a, q, x, whole, [&](int r) { return facts_of(r).x; },
@@ -269,26 +272,33 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                     multiply_rows<T, D>(dP, sV, row0, sdO, query0);
             };
             bool coarse = false;
-            if (SCORES == BEGUN && a.bias.data) {
+            if (SCORES == BEGUN) {
                 for (int r = lane; r < BQ; r += 32)
                     coarse |= is_coarse(s.facts[slot][r].x);
                 coarse = __any_sync(~0u, coarse);
+            }
+            auto point_at_own = [&] {
+                point_at_tiles<SCORES, extras>(t, extra_tiles + slot * extras::bytes(a, SCORES, NEAR), a, t.column0,
+                                               row0 + lane / 4 * (2 * MT));
+            };
+            if constexpr (NEAR) {
+                point_at_own();
+                begin_with_near_bias(t, a);
+            } else if (SCORES == BEGUN) {
                 const char *head = bias_of_head(a, x.bias), *first = bias_row(a, head, t.i0);
                 begin_with_bias<(D > 64)>(
                     t, a, i + BQ <= q.rows, [&](int r) { return bias_row(a, first, own_tile::down(r)); },
                     [&](int r) { return bias_row(a, head, min(t.row(r), q.rows - 1)); },
                     [&](int r) { return coarse ? 0.0f : facts_of(r).x; }, multiply_values);
-            } else if (SCORES == BEGUN) {
+            } else if (SCORES == WITH_ALIBI)
                 begin_with_alibi(t, a, q, x);
-                multiply_values();
-            } else
+            else
                 clear(S);
             multiply_rows<T, D>(S, sK, row0, sQ, query0);
             if (SCORES == BEGUN && coarse)
                 subtract_rows(t, [&](int r) { return facts_of(r).x; });
-            if (COPIES)
-                point_at_tiles<SCORES, extras>(t, extra_tiles + slot * extras::bytes(a, SCORES), a, t.column0,
-                                               row0 + lane / 4 * (2 * MT));
+            if (COPIES && !NEAR)
+                point_at_own();
             if constexpr (SCORES == UNBIASED)
                 score_unscaled<false>(t, a, q, x, whole);
             else if (!whole)
@@ -305,7 +315,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                 for (int e = 0; e < 2 * MT; e++)
                     t.at(r, e) = probability<false>(t.at(r, e), c, L);
             }
-            if (SCORES != BEGUN)
+            if (SCORES != BEGUN || NEAR)
                 multiply_values();
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
     typedef typename shared::extras extras;
-    constexpr bool COPIES = copies_scores(SCORES),
+    constexpr bool NEAR = near_bias<D>(SCORES, THIS_ARCH), COPIES = copies_scores(SCORES) || NEAR,
                    DROPS = SCORES == GENERAL || (SCORES == UNBIASED && D <= Chip::DROPS_UNBIASED);
     constexpr int MT = Tiles::MT, BR = shared::BR, BC = shared::BC, NT = BC / 8, SLOTS = Tiles::SLOTS;
     constexpr int THREADS = Tiles::THREADS;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             const float2 f = facts[((int64_t)here.q_batch * a.Hq + h) * a.q_rows + here.q_row + i0 + row];
             s.L[threadIdx.x] = f.x, s.delta[threadIdx.x] = f.y;
             band_of_row(a, here, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
-            if (SCORES == BEGUN && a.bias.data)
+            if (SCORES == BEGUN && !NEAR)
                 bias[threadIdx.x] = bias_row(a, bias_of_head(a, row_at(a.bias, b, h, 0)), i0 + row);
         }
     }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     clear(dQ);
     const float c = SCORES == GENERAL ? LOG2E : a.scale_log2;
     bool coarse = false;
-    if (SCORES == BEGUN && a.bias.data) {
+    if (SCORES == BEGUN) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
@@ -120,6 +120,12 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             wait_copies<1>();
             __syncwarp();
         }
+    };
+    auto copy_next_scores = [&] {
+        __syncwarp();
+        if (more)
+            copy_own_scores(q, s.from, s.i0, n0 + BC);
+        commit_copies();
     };
     for (int slot = 0; more; slot ^= SLOTS - 1, n0 += BC) {
         wait_copies<LATER>();
@@ -153,21 +159,25 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         } else {
             auto L = [&](int r) { return s.L[t.row0 + own_tile::down(r)]; };
             auto multiply_values = [&] { clear(dP), multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); };
-            if (SCORES == BEGUN && a.bias.data) {
+            if constexpr (NEAR) {
+                wait_for_own_scores();
+                point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
+                begin_with_near_bias(t, a);
+                copy_next_scores();
+            } else if (SCORES == BEGUN) {
                 if (more)
                     prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
                 auto row = [&](int r) { return bias[t.row0 + own_tile::down(r)]; };
                 begin_with_bias<(D > 64)>(
                     t, a, true, row, row, [&](int r) { return coarse ? 0.0f : L(r); }, multiply_values);
-            } else if (SCORES == BEGUN) {
+            } else if (SCORES == WITH_ALIBI)
                 begin_with_alibi(t, a, q, x);
-                multiply_values();
-            } else
+            else
                 clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
             if (SCORES == BEGUN && coarse)
                 subtract_rows(t, L);
-            if (COPIES) {
+            if (COPIES && !NEAR) {
                 wait_for_own_scores();
                 point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
                 if (SCORES == MASKED || a.mask.data)
@@ -186,7 +196,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                 for (int e = 0; e < 2 * NT; e++)
                     t.at(r, e) = probability<false>(t.at(r, e), c, less);
             }
-            if (SCORES != BEGUN)
+            if (SCORES != BEGUN || NEAR)
                 multiply_values();
             if (DROPS && a.drop_below)
                 keep(dt, kept, a.keep_scale);
@@ -198,12 +208,8 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                     dt.at(r, e) = t.at(r, e) * (dt.at(r, e) - delta);
             }
         }
-        if (COPIES) {
-            __syncwarp();
-            if (more)
-                copy_own_scores(q, s.from, s.i0, n0 + BC);
-            commit_copies();
-        }
+        if (COPIES && !NEAR)
+            copy_next_scores();
         multiply_tile<T, D>(dQ, dP, sK + slot * TILE); /* dQ += dS K */
         if (SLOTS == 1) {
             __syncthreads();

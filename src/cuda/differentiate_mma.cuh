@@ -2,7 +2,7 @@
 #ifndef HEED_CUDA_DIFFERENTIATE_MMA_CUH
 #define HEED_CUDA_DIFFERENTIATE_MMA_CUH
 
-#include "scores_mma.cuh"
+#include "begin_mma.cuh"
 
 /* A warp's scores with keys as rows, of a tile KEYS long. A lane has 2 MT neighbouring keys, and rows of the key
  * tiles are in that order (see key_order): mask and bias of a query are one load. low and high are those of the
@@ -122,7 +122,7 @@ __device__ inline void draw_tile(const key_major<MT, NT, KEYS, T> &t, kept_bits<
 /* What a row's lse is multiplied by to be the L of probability(), or in units of a bias that S begins with. */
 template <int SCORES> static float unit_of_lse(const args &a)
 {
-    return SCORES == GENERAL ? 1.0f : SCORES == BEGUN && a.bias.data ? with_unit<SCORES>(a).per_unit : LOG2E;
+    return SCORES == GENERAL ? 1.0f : SCORES == BEGUN ? with_unit<SCORES>(a).per_unit : LOG2E;
 }
 
 /* P = 2^(c S - L); LARGE: 2^(c (S - L)), the slower way that takes scores of any size. At most 1: rounding, where S is
@@ -140,7 +140,7 @@ __device__ inline bool is_coarse(float L) { return !(fabsf(L) < 1e5f); }
  * the bias has to be divided anyway, S begins without it. */
 template <int D, int SCORES> __device__ inline float less_later(const mma_args &a, float L, bool coarse)
 {
-    return SCORES != BEGUN || !a.bias.data ? L : D > 64 || coarse ? 0.0f : L * a.scale_log2;
+    return SCORES != BEGUN ? L : D > 64 || coarse ? 0.0f : L * a.scale_log2;
 }
 
 template <class Tile> __device__ static void keep(Tile &t, const kept_bits<Tile> &kept, float scale)

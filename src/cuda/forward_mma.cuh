@@ -5,8 +5,8 @@
 #ifndef HEED_CUDA_FORWARD_MMA_CUH
 #define HEED_CUDA_FORWARD_MMA_CUH
 
+#include "begin_mma.cuh"
 #include "launch.cuh"
-#include "scores_mma.cuh"
 
 template <int D, class Tiles> struct shared_forward {
     static constexpr int BR = Tiles::OWN, BC = Tiles::MEETS;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
         if (threadIdx.x < BR) {
             const int row = min((int)threadIdx.x, rows - 1);
             band_of_row(a, here, i0 + row, s.low[threadIdx.x], s.high[threadIdx.x]);
-            if (SCORES == BEGUN && a.bias.data)
+            if (SCORES == BEGUN)
                 bias[threadIdx.x] = bias_row(a, bias_of_head(a, row_at(a.bias, b, h, 0)), i0 + row);
         }
     }
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
     /* Where nothing is added to S it need not be scaled before the exponential. */
     const bool scaled = SCORES == GENERAL && (a.softcap > 0 || a.bias.data || a.alibi.data || a.scale <= 0);
     const float unit = scaled ? 1.0f : a.unit, c = scaled ? LOG2E : a.scale_log2;
-    if (SCORES == BEGUN && a.bias.data) {
+    if (SCORES == BEGUN) {
         wait_copies<0>();
         __syncthreads();
         scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
@@ -211,21 +211,26 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
                 commit_copies();
             }
         };
-        if (SCORES != BEGUN || !a.bias.data)
+        constexpr bool ASKS_FIRST = SCORES == BEGUN && D > 64; /* for a bias, which at d64 would take registers */
+        if (!ASKS_FIRST)
             meet_keys();
         more = n0 + BC < s.last;
         float S[MT][NT][4];
         const int column0 = lane % 4 * order_of_keys::NEAR;
         own_tile t = { S, s.low, s.high, s.i0 + row0 + lane / 4, n0 + column0, row0 + lane / 4 };
         point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
-        const bool sees = !COPIES || !a.mask.data || take_mask(t);
-        if (SCORES == BEGUN && a.bias.data) {
+        const bool sees = !COPIES || (SCORES != MASKED && !a.mask.data) || take_mask(t);
+        if (SCORES == BEGUN) {
             if (more)
                 prefetch_bias<16 * MT, BC, 32>(lane, a, n0 + BC, [&](int r) { return bias[row0 + r]; });
             auto row = [&](int r) { return bias[t.row0 + own_tile::down(r)]; };
             begin_with_bias<false>(
-                t, a, true, row, row, [](int) { return 0.0f; }, meet_keys);
-        } else if (SCORES == BEGUN)
+                t, a, true, row, row, [](int) { return 0.0f; },
+                [&] {
+                    if (ASKS_FIRST)
+                        meet_keys();
+                });
+        } else if (SCORES == WITH_ALIBI)
             begin_with_alibi(t, a, q, x);
         else
             clear(S);
@@ -242,6 +247,8 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
             score_unscaled<true>(t, a, q, x, whole);
         else if (!whole)
             hide_outside_band(t);
+        if (SCORES == MASKED)
+            apply_mask(t, a, q, x);
         if (COPIES) {
             __syncwarp();
             if (more)
@@ -321,7 +328,11 @@ template <class T, int D, class Chip> static heed_status run_head(const args &a,
     if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
         if (scores == BEGUN)
             return run_tiles<T, D, BEGUN, Chip>(a, x);
-        if (scores == MASKED || scores == UNBIASED)
+        if (scores == WITH_ALIBI)
+            return run_tiles<T, D, WITH_ALIBI, Chip>(a, x);
+        if (scores == MASKED)
+            return run_tiles<T, D, MASKED, Chip>(a, x);
+        if (scores == UNBIASED)
             return run_tiles<T, D, UNBIASED, Chip>(a, x);
     }
     return scores == PLAIN ? run_tiles<T, D, PLAIN, Chip>(a, x) : run_tiles<T, D, GENERAL, Chip>(a, x);

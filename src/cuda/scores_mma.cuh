@@ -1,5 +1,5 @@
-/* Scores of the tensor-core kernels: what they may need, mask and bias on their way through shared memory or straight into
- * S, tiles of queries as scores.cuh wants to see them, and their dropout. */
+/* Scores of the tensor-core kernels: what they may need, mask and bias on their way through shared memory, tiles of queries
+ * as scores.cuh wants to see them, and their dropout. */
 #ifndef HEED_CUDA_SCORES_MMA_CUH
 #define HEED_CUDA_SCORES_MMA_CUH
 
@@ -7,20 +7,35 @@
 
 /* ---- Kinds of scores --------------------------------------------------------------------------------------------- */
 
-/* What the scores of a kernel may need beyond scale and band: nothing; a bias or ALiBi that S begins with; a mask; what takes
- * no more than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
-enum { PLAIN, BEGUN, MASKED, UNBIASED, GENERAL };
+/* What the scores of a kernel may need beyond scale and band: nothing; a bias, or ALiBi, that S begins with; a mask; what
+ * takes no more than a mask's tile of shared memory, so that it goes with a plain kernel's tiles; everything. */
+enum { PLAIN, BEGUN, WITH_ALIBI, MASKED, UNBIASED, GENERAL };
+
+__host__ __device__ constexpr bool begins(int scores) { return scores == BEGUN || scores == WITH_ALIBI; }
 
 /* Kernels for one term or a mask alone are compiled for the chips where they were measured: not from this arch on. */
 constexpr int UNMEASURED_ARCH = 100;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define SCORES_RUN_HERE(scores) ((scores) != BEGUN && (scores) != MASKED)
+#define SCORES_RUN_HERE(scores) (!begins(scores) && (scores) != MASKED)
 #else
 #define SCORES_RUN_HERE(scores) true
 #endif
 
 /* Those that have mask and bias in shared memory. */
 __host__ __device__ constexpr bool copies_scores(int scores) { return scores >= MASKED; }
+
+/* In the backward at head sizes to 64, where there is room for it beside two blocks, a bias that S begins with lies there too:
+ * it is then there when it is asked for, and S may come before dP as in the plain kernel. */
+constexpr int NEAR_ARCH = 90;
+template <int D> __host__ __device__ constexpr bool near_bias(int scores, int arch)
+{
+    return scores == BEGUN && D == 64 && arch == NEAR_ARCH;
+}
+#if defined(__CUDA_ARCH__)
+constexpr int THIS_ARCH = __CUDA_ARCH__ / 10;
+#else
+constexpr int THIS_ARCH = NEAR_ARCH;
+#endif
 
 /* Whether all that is added to q.k is ALiBi, or a bias of which eight keys are always one piece of memory and whose scale
  * is one for scale_own(). */
@@ -42,7 +57,7 @@ template <int D, class Chip> static int scores_of(const args &a, int arch)
         return PLAIN;
     if (D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH) {
         if (one_term(a))
-            return BEGUN;
+            return a.bias.data ? BEGUN : WITH_ALIBI;
         if (a.mask.data && !a.bias.data && !a.alibi.data && !(a.softcap > 0) && !a.drop_below && a.scale > 0)
             return MASKED;
     }
@@ -74,7 +89,7 @@ template <int SCORES> static mma_args with_unit(const args &a)
 {
     mma_args x = {};
     (args &)x = a;
-    x.unit = SCORES == BEGUN && a.bias.data ? a.scale / power_in(a.scale) : a.scale;
+    x.unit = SCORES == BEGUN ? a.scale / power_in(a.scale) : a.scale;
     x.scale_log2 = x.unit * LOG2E, x.per_unit = 1 / x.unit;
     x.q_step = a.q.stride[2] * 2, x.d_o_step = a.d_o.stride[2] * 2;
     x.k_step = a.col_step * a.k.stride[2] * 2, x.v_step = a.col_step * a.v.stride[2] * 2;
@@ -115,9 +130,10 @@ template <int QUERIES, int KEYS, bool KEY_MAJOR> struct score_tiles {
     {
         return a.bias.data ? QUERIES * pitch(a.bias.dtype == HEED_F32 ? 4 : 2) : 0;
     }
-    static __host__ __device__ int bytes(const args &a, int scores)
+    static __host__ __device__ int bytes(const args &a, int scores, bool near = false)
     {
-        return scores == BEGUN          ? ROWS * sizeof(char *) /* where each query's bias begins */
+        return near                     ? bias_bytes(a)
+               : scores == BEGUN        ? ROWS * sizeof(char *) /* where each query's bias begins */
                : !copies_scores(scores) ? 0
                                         : bias_bytes(a) + (a.mask.data ? QUERIES * pitch(1) : 0);
     }
@@ -205,7 +221,7 @@ __device__ inline void copy_scores(int thread, char *tile, int pitch, const scor
     }
 }
 
-/* Mask and, of GENERAL kernels, bias for rows `row` .. + QUERIES of a tile that begins at query i0 and key n0, by so
+/* Mask and, of kernels that have it there, bias for rows `row` .. + QUERIES of a tile that begins at query i0 and key n0, by so
  * many threads. */
 template <int SCORES, class Tiles, int QUERIES, int THREADS>
 __device__ inline void copy_mask_and_bias(int thread, char *tiles, int row, const args &a, const span &s,
@@ -214,13 +230,13 @@ __device__ inline void copy_mask_and_bias(int thread, char *tiles, int row, cons
     constexpr int KEYS = Tiles::COLUMNS;
     const int rows = s.rows - i0 - row, keys = s.keys - n0;
     char *mask = tiles + (SCORES == GENERAL ? Tiles::bias_bytes(a) : 0) + row * Tiles::pitch(1);
-    if (SCORES == GENERAL && a.bias.data && a.bias.dtype == HEED_F32)
+    if ((SCORES == GENERAL || SCORES == BEGUN) && a.bias.data && a.bias.dtype == HEED_F32)
         copy_scores<QUERIES, KEYS, THREADS, 4>(thread, tiles + row * Tiles::pitch(4), Tiles::pitch(4), from.bias,
                                                i0 + row, n0, rows, keys);
-    else if (SCORES == GENERAL && a.bias.data)
+    else if ((SCORES == GENERAL || SCORES == BEGUN) && a.bias.data)
         copy_scores<QUERIES, KEYS, THREADS, 2>(thread, tiles + row * Tiles::pitch(2), Tiles::pitch(2), from.bias,
                                                i0 + row, n0, rows, keys);
-    if (SCORES != PLAIN && a.mask.data)
+    if (SCORES >= MASKED && a.mask.data)
         copy_scores<QUERIES, KEYS, THREADS, 1>(thread, mask, Tiles::pitch(1), from.mask, i0 + row, n0, rows, keys);
 }
 
@@ -253,7 +269,7 @@ template <int SCORES, class Extras, class Tile>
 __device__ inline void point_at_tiles(Tile &t, const char *tiles, const args &a, int row, int column)
 {
     const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
-    if (SCORES == GENERAL)
+    if (SCORES == GENERAL || SCORES == BEGUN)
         t.bias = tiles + row * Extras::pitch(size) + column * size;
     t.mask = tiles + (SCORES == GENERAL ? Extras::bias_bytes(a) : 0) + row * Extras::pitch(1) + column;
 }
@@ -378,168 +394,6 @@ __device__ inline void apply_mask(query_major<MT, NT, T, NEAR> &t, const args &,
         if (i < t.R * t.C)
             t.at(r, c) = t.seen[i / 32] >> t.seen_at(r, c) & 1 ? t.at(r, c) : -CUDART_INF_F;
     }
-}
-
-/* ---- A term that S begins with ----------------------------------------------------------------------------------- */
-
-__device__ inline uint32_t times(uint32_t two, float p, __half)
-{
-    const __half2 x = __hmul2(*(__half2 *)&two, __float2half2_rn(p));
-    return *(uint32_t *)&x;
-}
-#if !HEED_TURING
-__device__ inline uint32_t times(uint32_t two, float p, __nv_bfloat16)
-{
-    const __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)&two, __float2bfloat162_rn(p));
-    return *(uint32_t *)&x;
-}
-#endif
-
-/* Multiplies so many bytes of shared memory by p, when all have arrived; a barrier must follow. */
-template <class T, int BYTES, int THREADS> __device__ inline void scale_own(char *tile, float p)
-{
-#pragma unroll 1
-    for (int at = threadIdx.x * 16; at < BYTES; at += THREADS * 16) {
-        uint4 &x = *(uint4 *)(tile + at);
-        x = make_uint4(times(x.x, p, T()), times(x.y, p, T()), times(x.z, p, T()), times(x.w, p, T()));
-    }
-}
-
-/* Where the bias of a head's query i begins. Queries lie few enough bytes apart (one_term). */
-__device__ inline const char *bias_of_head(const args &a, int64_t first)
-{
-    return a.bias.data + first * (a.bias.dtype == HEED_F32 ? 4 : 2);
-}
-__device__ inline const char *bias_row(const args &a, const char *head, int i)
-{
-    return head + (int64_t)i * ((int)a.bias.stride[2] * (a.bias.dtype == HEED_F32 ? 4 : 2));
-}
-
-/* Asks for lines of the next tile's bias, so that they are near when it is begun. row(r): where that of row r begins. */
-template <int QUERIES, int KEYS, int THREADS, class Row>
-__device__ inline void prefetch_bias(int thread, const args &a, int n0, Row row)
-{
-    constexpr int OF_16_BITS = KEYS == 128 ? 1 : KEYS == 64 ? 0 : -1; /* lines to a row, as a power of two */
-    const int wide = a.bias.dtype == HEED_F32, lines = max(OF_16_BITS + wide, 0);
-#pragma unroll 1
-    for (int i = thread; i < QUERIES << lines; i += THREADS)
-        prefetch(row(i >> lines) + min((n0 << wide) * 2 + (i & ((1 << lines) - 1)) * 128, (a.Sk << wide) * 2 - 16));
-}
-
-/* S = number(r, c). */
-template <class Tile, class Number> __device__ inline void begin_with(Tile &t, Number number)
-{
-#pragma unroll
-    for (int r = 0; r < Tile::R; r++)
-#pragma unroll
-        for (int c = 0; c < Tile::C; c++)
-            t.at(r, c) = number(r, c);
-}
-
-/* The bias of the lane's queries, which begins at row(r): use(r, c, words) for each piece of NEAR keys. Where there is no
- * such key it is zero; where not all of the queries exist, they begin at some_row(r). */
-template <int SIZE, class Tile, class Row, class SomeRow, class Use>
-__device__ inline void load_bias(const Tile &t, const args &a, bool all_exist, Row row, SomeRow some_row, Use use)
-{
-    constexpr int NEAR = Tile::NEIGHBOURS;
-    const int last = a.Sk - NEAR - t.key(0);
-    auto load_all = [&](auto begin, auto exists) {
-#pragma unroll
-        for (int r = 0; r < Tile::R; r++) {
-            const char *from = begin(r) + (int64_t)t.key(0) * SIZE;
-#pragma unroll
-            for (int c = 0; c < Tile::C; c += NEAR)
-                if (exists(Tile::apart(c)))
-                    use(r, c, words_of<NEAR * SIZE>(from + Tile::apart(c) * SIZE, in_global()));
-                else
-                    use(r, c, words_of<NEAR * SIZE>());
-        }
-    };
-    if (all_exist && Tile::apart(Tile::C - NEAR) <= last) /* the rule */
-        load_all(row, [](int) { return true; });
-    else
-        load_all(some_row, [&](int c) { return c <= last; });
-}
-
-template <class Tile, class Rows> __device__ inline void subtract_rows(Tile &t, Rows L)
-{
-#pragma unroll
-    for (int r = 0; r < Tile::R; r++)
-#pragma unroll
-        for (int c = 0; c < Tile::C; c++)
-            t.at(r, c) -= L(r);
-}
-
-/* S = bias / f; LESS: S = bias / f - less(r). meanwhile(): what can be done while it comes. Each number takes an instruction
- * that is no copy: where words came as they are, the assembler had those of every other kind moved to where these had come. */
-template <bool LESS, class Tile, class Row, class SomeRow, class Less, class Meanwhile>
-__device__ inline void begin_with_bias(Tile &t, const mma_args &a, bool all_exist, Row row, SomeRow some_row, Less less,
-                                       Meanwhile meanwhile)
-{
-    constexpr int NEAR = Tile::NEIGHBOURS;
-    constexpr bool AT_ONCE = Tile::R * Tile::C > 64; /* fp32 is too many words to have them wait */
-    auto take = [&](int r, int c, uint32_t word) { t.at(r, c) = __uint_as_float(word) * a.per_unit; };
-    auto take_less = [&](int r, int c, float x, float l) { t.at(r, c) = LESS ? fmaf(x, a.per_unit, -l) : x; };
-    if (a.bias.dtype == HEED_F32) {
-        uint32_t x[Tile::R][Tile::C];
-        if (AT_ONCE)
-            meanwhile();
-        load_bias<4>(t, a, all_exist, row, some_row, [&](int r, int c, const words_of<4 * NEAR> &part) {
-#pragma unroll
-            for (int e = 0; e < NEAR; e++)
-                if (AT_ONCE)
-                    take(r, c + e, part.x[e]);
-                else
-                    x[r][c + e] = part.x[e];
-        });
-        if (!AT_ONCE)
-            meanwhile();
-#pragma unroll
-        for (int r = 0; r < Tile::R && !AT_ONCE; r++) {
-            const float l = less(r);
-#pragma unroll
-            for (int c = 0; c < Tile::C; c++)
-                if (LESS)
-                    take_less(r, c, __uint_as_float(x[r][c]), l);
-                else
-                    take(r, c, x[r][c]);
-        }
-    } else {
-        uint32_t x[Tile::R][Tile::C / 2];
-        load_bias<2>(t, a, all_exist, row, some_row, [&](int r, int c, const words_of<2 * NEAR> &part) {
-#pragma unroll
-            for (int i = 0; i < NEAR / 2; i++)
-                x[r][c / 2 + i] = part.x[i];
-        });
-        meanwhile();
-#pragma unroll
-        for (int r = 0; r < Tile::R; r++) {
-            const float l = less(r);
-#pragma unroll
-            for (int c = 0; c < Tile::C; c += 2) {
-                const float2 both = to_floats(x[r][c / 2], typename Tile::type());
-                take_less(r, c, both.x, l), take_less(r, c + 1, both.y, l);
-            }
-        }
-        if (!LESS && a.per_unit != 1.0f)
-            scale_scores(t, a.per_unit);
-    }
-}
-
-/* ALiBi. Where all keys are on one side of all of a warp's queries it is an instruction an element, else two. */
-template <class Tile> __device__ inline void begin_with_alibi(Tile &t, const mma_args &a, const span &s, const head &h)
-{
-    const float unit = h.slope * a.per_unit, step = (float)s.r_step, down = (float)s.p_step;
-    const float first = (float)(s.p0 + t.row(0) * s.p_step - s.r0 - t.key(0) * s.r_step);
-    auto distance = [&](int r) { return fmaf((float)Tile::down(r), down, first); }; /* of key 0 */
-    const float last = distance(Tile::R - 1);
-    const bool before = fminf(first, last) >= Tile::apart(Tile::C - 1) * step, after = fmaxf(first, last) <= 0.0f;
-    const bool all_before = __all_sync(~0u, before);
-    if (all_before || __all_sync(~0u, after)) {
-        const float slope = all_before ? unit : -unit;
-        begin_with(t, [&](int r, int c) { return fmaf(Tile::apart(c) * step, slope, -slope * distance(r)); });
-    } else
-        begin_with(t, [&](int r, int c) { return -unit * fabsf(distance(r) - Tile::apart(c) * step); });
 }
 
 /* ---- Dropout ----------------------------------------------------------------------------------------------------- */
