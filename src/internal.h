@@ -227,9 +227,12 @@ unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
  * sequence meets another kernel because of the others; and head sizes are whole pieces of 16 bytes. If not, why. */
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
 
-/* Rows from which HEED_FOR_ROWS pays: twice as many if they are narrow, or see different keys. And half as many keys. */
+/* Rows from which HEED_FOR_ROWS pays: fp32, twice as many if they are narrow, or see different keys; fp16, whose products
+ * are fewer, half as many. And half as many keys. */
 static inline int64_t heed_least_rows(const heed_problem *p)
 {
+    if (p->a.q.dtype == HEED_F16)
+        return HEED_ROWS / 2;
     const int narrow = p->D + p->Dv < 128, banded = p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED;
     return (int64_t)HEED_ROWS << (narrow + banded);
 }
@@ -287,6 +290,7 @@ HEED_DECLARE_CPU(avx512)
 HEED_DECLARE_CPU(avx512bf16)
 HEED_DECLARE_CPU(amx)
 HEED_DECLARE_CPU(amxsplit)
+HEED_DECLARE_CPU(amxhalf)
 
 /* The two small operations on whole tensors, in double, element by element: cpu/combine.c. Checked tensors. */
 void heed_merge_cpu(const heed_tensor tensors[4], int threads);

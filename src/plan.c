@@ -37,10 +37,12 @@
 #define CPU_avx512(type) HOST_ROWS(HEED_CPU, "_cpu_", avx512, type, HEED_ISA_AVX512)
 #define CPU_avx512bf16(type) HOST_ROWS(HEED_CPU, "_cpu_", avx512bf16, type, HEED_ISA_AVX512BF16)
 #define CPU_amx(type) HOST_ROWS(HEED_CPU, "_cpu_", amx, type, HEED_ISA_AMX)
-#define CPU_amxsplit(type)                                                                                             \
-    ROW(forward, HEED_CPU, "_cpu_", amxsplit, type, HEED_ISA_AMX, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM,                 \
+#define CPU_amxsplit(type) SPLIT_ROWS(amxsplit, type)
+#define CPU_amxhalf(type) SPLIT_ROWS(amxhalf, type)
+#define SPLIT_ROWS(family, type)                                                                                       \
+    ROW(forward, HEED_CPU, "_cpu_", family, type, HEED_ISA_AMX, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM,                   \
         (HEED_USES_ALL & ~HEED_USES_PLAIN) | HEED_FOR_ROWS)                                                            \
-    ROW(backward, HEED_CPU, "_cpu_", amxsplit, type, HEED_ISA_AMX, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM,                \
+    ROW(backward, HEED_CPU, "_cpu_", family, type, HEED_ISA_AMX, HEED_ANY_ARCH, 0, HEED_MAX_HEAD_DIM,                  \
         (HEED_USES_ALL & ~(HEED_USES_PLAIN | HEED_USES_BIAS | HEED_USES_GRADIENTS)) | HEED_FOR_ROWS)
 #else
 #define CPU_avx2(type)
@@ -48,6 +50,7 @@
 #define CPU_avx512bf16(type)
 #define CPU_amx(type)
 #define CPU_amxsplit(type)
+#define CPU_amxhalf(type)
 #endif
 
 /* The build says of each CUDA source whether it is compiled: HEED_HAS_forward_mma is 1 or 0. */

@@ -64,7 +64,7 @@ static void every_class_of_processor_gets_its_best_kernel(void **state)
         { "avx2", "cpu_avx2_f32", "cpu_avx2_f16", "cpu_avx2_bf16" },
         { "avx512", "cpu_avx512_f32", "cpu_avx512_f16", "cpu_avx512_bf16" },
         { "avx512bf16", "cpu_avx512_f32", "cpu_avx512_f16", "cpu_avx512bf16_bf16" },
-        { "amx", "cpu_amxsplit_f32", "cpu_amxsplit_f16", "cpu_amx_bf16" },
+        { "amx", "cpu_amxsplit_f32", "cpu_amxhalf_f16", "cpu_amx_bf16" },
     };
 #else
     static const char *const expected[][4] = { { "plain", "cpu_plain_f32", "cpu_plain_f16", "cpu_plain_bf16" },

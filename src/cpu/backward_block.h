@@ -77,7 +77,7 @@ static backward_layout backward_lay_out(const heed_problem *p, const heed_plan *
     f.o_in_place = PER_UNIT == 1 && usable_in_place(p, &p->g.d_o, p->Dv, 1, p->Sk);
     f.k_in_place = PER_UNIT == 1 && usable_in_place(p, &p->a.k, p->D, step, uses);
     int sums_in_place = !p->g.accumulate; /* else each call adds its sum once: one rounding, not one for each product */
-    sums_in_place = sums_in_place && (PER_UNIT == 1 || HEED_SPLIT);
+    sums_in_place = sums_in_place && (PER_UNIT == 1 || HEED_SPLIT > 0);
     f.dq_in_place = sums_in_place && p->g.d_q.data && usable_in_place(p, &p->g.d_q, p->D, 1, p->Sk);
     f.dk_in_place = sums_in_place && p->g.d_k.data && usable_in_place(p, &p->g.d_k, p->D, step, uses);
     f.dv_in_place = sums_in_place && p->g.d_v.data && usable_in_place(p, &p->g.d_v, p->Dv, step, uses);
@@ -195,6 +195,7 @@ static void load_keys(backward_block *b, int64_t n0, int64_t n1)
     pack_panels(b->Vt - n0 / PANEL * PANEL * units_of(p->Dv) * PLANES, &v, n0, n1, 1);
     if (HEED_SPLIT && !(is_moderate(k_top) && is_moderate(v_top)))
         leave_head(&b->x->j, b->span.b * p->Hk + b->hk);
+    k.top = NULL; /* known */
     b->K_rows = right_rows(&k, n0, n1, b->Ks, b->x->f.wide, b->x->f.k_in_place);
     b->keys_finite = -1;
 }

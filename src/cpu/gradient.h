@@ -68,7 +68,7 @@ INLINE void store_planes(const piece *u, int64_t r, vec P[2][2], vec dS[2][2])
     float *du = u->b->dSu + (u->r0 + r) * ldu + u->c / 2;
     each(h, 2)
         store_parts(z + h * W, PANEL, P[0][h], P[1][h]);
-    vec x[2][2][3];
+    vec x[2][2][PLANES];
     each(j, 2)
         each(h, 2)
             vec_parts(dS[j][h], x[j][h]);

@@ -22,7 +22,7 @@
 #endif
 
 #ifndef HEED_SPLIT
-#define HEED_SPLIT 0 /* fp32 and fp16 problems on AMX: each float is the sum of three bf16 */
+#define HEED_SPLIT 0 /* on AMX: each float is the sum of so many bf16, three for fp32 problems and two for fp16 */
 #endif
 
 #if defined(__AVX512F__)

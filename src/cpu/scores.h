@@ -34,7 +34,7 @@ static inline int is_moderate(float top) { return (top <= 0x1p30f && top >= 0x1p
 
 static inline int is_left(const job *j, int64_t head)
 {
-    return j->left && __atomic_load_n(j->left + head, __ATOMIC_RELAXED) == HEED_SPLIT;
+    return j->left && __atomic_load_n(j->left + head, __ATOMIC_RELAXED) == !!HEED_SPLIT;
 }
 
 static inline void leave_head(const job *j, int64_t head) { __atomic_store_n(j->left + head, 1, __ATOMIC_RELAXED); }

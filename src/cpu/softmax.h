@@ -42,7 +42,7 @@ INLINE void store_weights(float *P, float *S, int64_t r, int64_t i, vec x, vec y
 INLINE void raise_tile(const float *S, float *m, float *l, float *keep, float *base, int64_t rows, int64_t from,
                        int64_t to, float c)
 {
-    float top[MR + W];
+    float top[MR + W] = { 0 };
     int64_t r = 0;
     for (; r < rows; r += 4) {
         const float *s = S + r * LDS;

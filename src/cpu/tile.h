@@ -7,8 +7,8 @@
  * matrix by rows, used where it lies; otherwise panels of NR W columns, which is how a transposed K is packed.
  *
  * Along k everything counts in units of 32 bits: a float, or with HEED_DOT a pair of bf16 that one instruction
- * multiplies and sums. With HEED_SPLIT each float is the sum of three bf16, and there are three planes of pairs, `plane`
- * floats apart. A tile keeps R x N vectors of C in registers, R up to MR and N up to NR; its inner loop is one
+ * multiplies and sums. With HEED_SPLIT each float is the sum of two or three bf16, and there are as many planes of pairs,
+ * `plane` floats apart. A tile keeps R x N vectors of C in registers, R up to MR and N up to NR; its inner loop is one
  * broadcast and N multiply-adds for each row. AMX has tiles of its own: tile_amx.h. */
 
 #include <stdatomic.h>
@@ -26,7 +26,7 @@
 #endif
 
 #define PANEL (NR * W)
-#define PLANES (HEED_SPLIT ? 3 : 1)
+#define PLANES (HEED_SPLIT ? HEED_SPLIT : 1)
 #define INLINE static inline __attribute__((always_inline))
 #if defined(__has_feature) /* clang */
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)

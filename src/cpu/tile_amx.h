@@ -22,7 +22,7 @@ enum { MOST_STEPS = 5, HALF = STEP * W }; /* HALF: floats of one register */
 /* Products of bf16 are too short for it. */
 static inline int64_t asking_steps(int64_t rows, int64_t vecs, int64_t K)
 {
-    return HEED_SPLIT ? tile_count(rows, MR) * ((vecs + NR - 1) / NR) * ((K + STEP - 1) / STEP) * 2 : 0;
+    return HEED_SPLIT ? tile_count(rows, MR) * ((vecs + NR - 1) / NR) * ((K + STEP - 1) / STEP) * (HEED_SPLIT - 1) : 0;
 }
 
 static _Thread_local int shaped; /* rows that the registers are configured for; 0: not at all */
@@ -148,13 +148,21 @@ INLINE void add_products(const int low, const int wide, const int load_a, const 
     }
 }
 
+/* With HEED_SPLIT a = a0 + a1 + a2 and b = b0 + b1 + b2, each part some 2^-8 of the one before: of the nine products six
+ * count. Of two parts each three do, or if the sums are to be those of floats all four: which of a, which of b. */
+#if HEED_SPLIT == 2
+static const int of_a[] = { 1, 1, 0, 0 }, of_b[] = { 1, 0, 0, 1 };
+#else
+static const int of_a[] = { 0, 0, 1, 1, 2, 0 }, of_b[] = { 2, 1, 1, 0, 0, 0 };
+#endif
+#define PRODUCTS (HEED_SPLIT ? (int)(sizeof of_a / sizeof *of_a) : 0)
+
 /* Sums over whole steps, the first of which begins them where `late` is given. */
-INLINE void sum_steps(const int low, const int wide, const amx_left *A, const float *b, int64_t ldb, int64_t b_plane,
-                      meanwhile *work, ahead *next, late_sums *late, const float *onto, int64_t ldc)
+INLINE void sum_steps(const int low, const int wide, const int as_floats, const amx_left *A, const float *b,
+                      int64_t ldb, int64_t b_plane, meanwhile *work, ahead *next, late_sums *late, const float *onto,
+                      int64_t ldc)
 {
-    /* With HEED_SPLIT a = a0 + a1 + a2 and b = b0 + b1 + b2, each part some 2^-8 of the one before: of the nine products six
-     * count. Four instructions take 64 cycles, in which vectors are free for a piece of other work. */
-    static const int of_a[] = { 0, 0, 1, 1, 2, 0 }, of_b[] = { 2, 1, 1, 0, 0, 0 };
+    const int first = HEED_SPLIT == 2 && !as_floats; /* product */
     const float *a = A->data, *a_low = A->low;
     const long a_bytes = (long)(A->ld * 4), b_bytes = (long)(ldb * 4);
     for (int64_t s = 0; s < A->steps; s++, a += A->next, a_low += A->next, b += STEP * ldb) {
@@ -164,15 +172,17 @@ INLINE void sum_steps(const int low, const int wide, const amx_left *A, const fl
             else
                 add_products(low, wide, 1, 1, a, a_low, a_bytes, b, b_bytes, NULL, NULL, 0);
         }
-        each(i, HEED_SPLIT ? 6 : 0) {
-            const int load_a = i == 0 || of_a[i] != of_a[i - 1], load_b = i == 0 || of_b[i] != of_b[i - 1];
+        each(i, PRODUCTS) { /* four instructions take 64 cycles, in which vectors are free for a piece of other work */
+            if (i < first)
+                continue;
+            const int load_a = i == first || of_a[i] != of_a[i - 1], load_b = i == first || of_b[i] != of_b[i - 1];
             const float *x = a + of_a[i] * A->plane, *y = b + of_b[i] * b_plane;
             const float *x_low = a_low + of_a[i] * A->plane;
-            if (i == 0 && late && s == 0)
+            if (i == first && late && s == 0)
                 add_products(low, wide, 1, 1, x, x_low, a_bytes, y, b_bytes, late, onto, ldc);
             else
                 add_products(low, wide, load_a, load_b, x, x_low, a_bytes, y, b_bytes, NULL, NULL, 0);
-            if (i == 0 && late && s == 0) {
+            if (i == first && late && s == 0) {
                 memory_is_written();
                 if (late->to && late->keep)
                     add_to_kept(late, shaped);
@@ -186,13 +196,14 @@ INLINE void sum_steps(const int low, const int wide, const amx_left *A, const fl
 }
 
 /* C = A B, or onto + A B; late, and first what was late before, whose rows and columns are as many. */
-INLINE void product(const int low, const int wide, late_sums *late, float *to, int64_t ld, const float *onto,
-                    const amx_left *A, const float *B, int64_t ldb, int64_t b_plane, meanwhile *work, ahead *next)
+INLINE void product(const int low, const int wide, const int as_floats, late_sums *late, float *to, int64_t ld,
+                    const float *onto, const amx_left *A, const float *B, int64_t ldb, int64_t b_plane, meanwhile *work,
+                    ahead *next)
 {
     _Alignas(64) float rest[2 * HALF];
     if (late->low != low || late->wide != wide)
         store_late(late);
-    sum_steps(low, wide, A, B, ldb, b_plane, work, next, late, onto, ld);
+    sum_steps(low, wide, as_floats, A, B, ldb, b_plane, work, next, late, onto, ld);
     if (!HEED_SPLIT && A->left_over) {
         const amx_left last = { .data = A->rest, .low = A->rest + HALF, .ld = STEP, .steps = 1 };
         for (int64_t k = 0; k < STEP; k++)
@@ -201,9 +212,9 @@ INLINE void product(const int low, const int wide, late_sums *late, float *to, i
                           k < A->left_over ? vec_load(B + (A->steps * STEP + k) * ldb + n * W) : vec_zero());
         memory_is_written();
         if (A->steps)
-            sum_steps(low, wide, &last, rest, PANEL, 0, NULL, NULL, NULL, NULL, 0);
+            sum_steps(low, wide, 0, &last, rest, PANEL, 0, NULL, NULL, NULL, NULL, 0);
         else
-            sum_steps(low, wide, &last, rest, PANEL, 0, NULL, NULL, late, onto, ld);
+            sum_steps(low, wide, 0, &last, rest, PANEL, 0, NULL, NULL, late, onto, ld);
     }
     *late = (late_sums){ .to = to, .ld = ld, .low = low, .wide = wide };
 }
@@ -250,8 +261,8 @@ static void scale_rows(float *C, int64_t ldc, int64_t rows, int64_t vecs, const 
 }
 
 /* As tile.h says: C [rows x vecs W] = A B, or keep C + A B; K in units, of which a transposed A has at most BQ / 2. */
-INLINE void multiply_all(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K,
-                         const float *keep, meanwhile *work, ahead *next)
+INLINE void multiply_all(const int as_floats, float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs,
+                         int64_t K, const float *keep, meanwhile *work, ahead *next)
 {
     _Alignas(64) float room[MOST_STEPS * 2 * HALF], sums[32 * PANEL];
     late_sums late = { .to = NULL };
@@ -270,11 +281,11 @@ INLINE void multiply_all(float *C, int64_t ldc, left A, right B, int64_t rows, i
             int64_t N = HEED_MIN(NR, vecs - n), ld = apart ? PANEL : ldc;
             const float *b = B.data + n / NR * B.next;
             if (R > 16)
-                N == 2 ? product(1, 1, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next)
-                       : product(1, 0, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next);
+                N == 2 ? product(1, 1, as_floats, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next)
+                       : product(1, 0, as_floats, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next);
             else
-                N == 2 ? product(0, 1, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next)
-                       : product(0, 0, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next);
+                N == 2 ? product(0, 1, as_floats, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next)
+                       : product(0, 0, as_floats, &late, to, ld, onto, &a, b, B.ld, B.plane, work, next);
             if (apart)
                 late.C = c, late.ldc = ldc, late.keep = keep == keep_all ? keep : keep + r;
         }
@@ -286,19 +297,9 @@ static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64
                      ahead *next)
 {
     if (HEED_SPLIT && next && next->count)
-        multiply_all(C, ldc, A, B, rows, vecs, K, keep, NULL, next);
+        multiply_all(0, C, ldc, A, B, rows, vecs, K, keep, NULL, next);
     else
-        multiply_all(C, ldc, A, B, rows, vecs, K, keep, NULL, NULL);
-}
-
-/* C = A B, and meanwhile some work, where given. */
-static void multiply_meanwhile(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K,
-                               meanwhile *work)
-{
-    if (HEED_SPLIT && work)
-        multiply_all(C, ldc, A, B, rows, vecs, K, NULL, work, NULL);
-    else
-        multiply(C, ldc, A, B, rows, vecs, K, NULL, NULL);
+        multiply_all(0, C, ldc, A, B, rows, vecs, K, keep, NULL, NULL);
 }
 
 #if HEED_SPLIT
@@ -312,16 +313,19 @@ static void multiply_panel(late_sums *late, float *C, int64_t ldc, left A, right
         store_late(late);
     shape_tiles((int)rows);
     if (rows > 16)
-        product(1, 1, late, C, ldc, NULL, &a, B.data, B.ld, B.plane, work, next);
+        product(1, 1, 1, late, C, ldc, NULL, &a, B.data, B.ld, B.plane, work, next);
     else
-        product(0, 1, late, C, ldc, NULL, &a, B.data, B.ld, B.plane, work, next);
+        product(0, 1, 1, late, C, ldc, NULL, &a, B.data, B.ld, B.plane, work, next);
 }
 #endif
 
-/* For up to MR rows that are LDS apart. */
+/* For up to MR rows that are LDS apart, as floats would be multiplied; and meanwhile some work, where given. */
 static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K, meanwhile *work)
 {
-    multiply_meanwhile(C, LDS, A, B, rows, vecs, K, work);
+    if (HEED_SPLIT && work)
+        multiply_all(1, C, LDS, A, B, rows, vecs, K, NULL, work, NULL);
+    else
+        multiply_all(1, C, LDS, A, B, rows, vecs, K, NULL, NULL, NULL);
 }
 
 #undef TURN

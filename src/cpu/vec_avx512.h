@@ -116,18 +116,21 @@ static inline vec vec_load_pairs(const uint16_t *a, const uint16_t *b)
 }
 /* W pairs: the 2 W numbers of two vectors, lo first, rounded to bf16. */
 static inline vec vec_to_pairs(vec lo, vec hi) { return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(hi, lo)); }
-/* x = part[0] + part[1] + part[2], exactly, if it is neither huge nor tiny: bf16 in the upper halves of their lanes, each
- * nearest to what the ones before it left over. */
-static inline void vec_parts(vec x, vec part[3])
+#if HEED_SPLIT
+/* x = part[0] + part[1] + ..., if it is neither huge nor tiny: bf16 in the upper halves of their lanes, each what the ones
+ * before it left over, cut off. Three are exactly x; two are if x was fp16, else they lack less than 2^-15 of it. The last
+ * has what is cut off in its lower halves. */
+static inline void vec_parts(vec x, vec part[HEED_SPLIT])
 {
     const __m512i high = _mm512_set1_epi32((int)0xFFFF0000);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i + 1 < HEED_SPLIT; i++) {
         part[i] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), high));
         x = _mm512_sub_ps(x, part[i]);
     }
-    part[2] = x;
+    part[HEED_SPLIT - 1] = x;
 }
-/* Lane i: the pair of the bf16 that are the upper halves of a_i and b_i. The lower ones are 0, but of tiny numbers. */
+#endif
+/* Lane i: the pair of the bf16 that are the upper halves of a_i and b_i. */
 static inline vec vec_join(vec a, vec b)
 {
     const __m512i high = _mm512_set1_epi32((int)0xFFFF0000), low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
