@@ -17,18 +17,18 @@ static inline vec vec_div(vec a, vec b) { return _mm256_div_ps(a, b); }
 static inline vec vec_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec vec_min(vec a, vec b) { return _mm256_min_ps(a, b); }
 static inline vec vec_max(vec a, vec b) { return _mm256_max_ps(a, b); }
+/* n + 127 as the last bits of a float, where vec_scale2() wants them. */
+#define SPLIT_BIAS _mm256_set1_ps(0x1.8p23f + 127)
 static inline vec vec_split(vec x, vec *fraction)
 {
-    x = _mm256_max_ps(_mm256_set1_ps(-150), x);
-    vec n = _mm256_floor_ps(x);
-    *fraction = _mm256_sub_ps(x, n);
+    x = _mm256_max_ps(_mm256_set1_ps(-127), x);
+    vec n = _mm256_add_ps(_mm256_sub_ps(x, _mm256_set1_ps(0x1.fffffep-2f)), SPLIT_BIAS); /* the nearest integer */
+    *fraction = _mm256_sub_ps(x, _mm256_sub_ps(n, SPLIT_BIAS));
     return n;
 }
-static inline vec vec_scale2(vec x, vec n)
+static inline vec vec_scale2(vec x, vec n) /* the power is 0 where n was below -126 */
 {
-    /* n is clamped so that its exponent field exists; below -126 the power is 0 */
-    __m256i e = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(n, _mm256_set1_ps(-127)), _mm256_set1_ps(127)));
-    return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23)));
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }
 static inline vec vec_less(vec a, vec b, vec x, vec y)
 {

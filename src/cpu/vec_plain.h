@@ -36,8 +36,8 @@ static inline vec vec_min(vec a, vec b) { return vec_less(a, b, a, b); }
 static inline vec vec_max(vec a, vec b) { return vec_less(b, a, a, b); }
 static inline vec vec_abs(vec x) { return (vec)((vec_int)x & (vec_int){ INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX }); }
 
-/* x = n + *fraction, n integral, 0 <= *fraction < 1, for x up to 2^22; below -150, -inf included, some n below -140. Only
- * vec_scale2() makes sense of n: an instruction set may leave part of the work to it. NaN stays. */
+/* x = n + *fraction, n integral, 0 <= *fraction <= 1, for x up to 127; below -127, -inf included, some n below -126. Only
+ * vec_scale2() makes sense of n: an instruction set may leave part of the work to it. 0 has the fraction 0, NaN stays. */
 static inline vec vec_split(vec x, vec *fraction)
 {
     vec big = vec_set1(0x1.8p23f), one = vec_set1(1);
@@ -48,7 +48,7 @@ static inline vec vec_split(vec x, vec *fraction)
     return n;
 }
 
-/* x * 2^n for an n of vec_split(); 0 where n < -126; n at most 127. */
+/* x * 2^n for an n of vec_split(); 0 where n < -126. */
 static inline vec vec_scale2(vec x, vec n)
 {
     n = vec_less(n, vec_set1(-127), vec_set1(-127), n);
