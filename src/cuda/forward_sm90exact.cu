@@ -1,16 +1,21 @@
 /* Forward for few rows and keys on Hopper, fp32 (exact_sm90.cuh). A block takes 64 rows, and each of its warpgroups 64 keys, with
  * maxima and sums of its own; what they have is added up at the end, in order. They share Q and the tensor core, which serves one
  * after the other: while one has its Q K^T or P V, others wait for their keys, split them, or are at their exponentials. Where
- * rows are wider than 128 columns the blocks of a cluster have 64 each, of Q, K and V and of O. */
+ * rows are wider than 128 columns the blocks of a cluster have 128 each of Q, K and V and of O. */
 #include "exact_sm90.cuh"
 
-template <int TILES> constexpr int MOST_GROUPS = (TILES == 1 ? HEED_SHORT : HEED_SHORT_WIDE) / 64;
+template <int TILES, bool WIDE>
+constexpr int MOST_GROUPS = (WIDE         ? HEED_SHORT_WIDEST
+                             : TILES == 1 ? HEED_SHORT
+                                          : HEED_SHORT_WIDE) /
+                            64;
 
 template <int TILES> struct alignas(1024) exact_room {
     exact_tile Q[TILES];
-    float most[MOST_GROUPS<1>][SHORT_OWN], sum[MOST_GROUPS<1>][SHORT_OWN]; /* of each row, of a group's keys */
-    float weight[MOST_GROUPS<1>][SHORT_OWN];                               /* of what a group has of the row */
-    float unit[MOST_GROUPS<1>];                                            /* of V, 1 or TINY */
+    float most[MOST_GROUPS<1, false>][SHORT_OWN],
+        sum[MOST_GROUPS<1, false>][SHORT_OWN];      /* of each row, of a group's keys */
+    float weight[MOST_GROUPS<1, false>][SHORT_OWN]; /* of what a group has of the row */
+    float unit[MOST_GROUPS<1, false>];              /* of V, 1 or TINY */
     uint64_t q_there;
 
     /* A group's K, when it is done with V, and at last O on its way out. */
@@ -56,13 +61,13 @@ __device__ static void add_up_columns(float (&S)[32], const float4 *part)
 
 /* Head sizes to 64 TILES, or WIDE ones. GENERAL: what the scores need beyond scale and band. */
 template <int TILES, bool WIDE, bool GENERAL>
-__global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
+__global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES, WIDE>, 1)
     forward_sm90exact(const __grid_constant__ args a)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
     auto &room = *(exact_room<TILES> *)memory;
-    constexpr int GROUPS = MOST_GROUPS<TILES>;
+    constexpr int GROUPS = MOST_GROUPS<TILES, WIDE>;
     const int thread = threadIdx.x % SHORT_THREADS, lane = thread % 32, i0 = blockIdx.y * SHORT_OWN;
     const int group = __shfl_sync(~0u, threadIdx.x / SHORT_THREADS, 0);
     let_next_start();
@@ -72,7 +77,8 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     }
     __syncthreads();
     wait_where_needed<GENERAL>(a);
-    const int z = WIDE ? cluster_number() : blockIdx.z, of_row = WIDE ? cluster_place() : 0; /* its first tile */
+    const int z = WIDE ? cluster_number() : blockIdx.z,
+              of_row = WIDE ? cluster_place() * TILES : 0; /* its first tile */
     const span s = span_of(a, a.B >= a.Hq ? blockIdx.x : z);
     if (i0 >= s.rows)
         return;
@@ -122,13 +128,18 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES>, 1)
     float S[32];
     if (group > first)
         named_sync(TURN + group, 2 * SHORT_THREADS);
-    multiply_exact<false, 1>(S, room.Q, met);
-    if (group + 1 < last)
-        named_arrive(TURN + group + 1, 2 * SHORT_THREADS);
-    wgmma_wait<0>();
+    {
+        float T[TILES][32];
 #pragma unroll
-    for (int i = 0; i < 32; i++)
-        S[i] = whole_sum<TILES>(S[i]);
+        for (int tile = 0; tile < TILES; tile++)
+            multiply_exact<false, 1>(T[tile], room.Q[tile], met[tile]);
+        if (group + 1 < last)
+            named_arrive(TURN + group + 1, 2 * SHORT_THREADS);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 32; i++) /* as the backward adds them up */
+            S[i] = TILES == 1 ? whole_sum(T[0][i]) : whole_sum(T[0][i]) + whole_sum(T[TILES - 1][i]);
+    }
     if (WIDE) {
         leave(room.part(group) + thread, S);
         cluster_arrive();
@@ -255,9 +266,10 @@ size_t heed_forward_workspace_sm90exact(const heed_problem *p, const heed_plan *
 template <int TILES, bool WIDE> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     constexpr size_t EACH = TILES * sizeof(exact_tile) + (WIDE ? 1024 * sizeof(float4) : 0);
-    static_assert(sizeof(exact_room<TILES>) + MOST_GROUPS<TILES> * EACH <= 227 * 1024, "shared memory of a block");
+    static_assert(sizeof(exact_room<TILES>) + MOST_GROUPS<TILES, WIDE> * EACH <= 227 * 1024,
+                  "shared memory of a block");
     const int groups = (int)HEED_MAX(tiles_of(keys_of(a), 64), 2); /* with one there are no registers for all of Q */
-    const unsigned blocks = WIDE ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 64) : 1; /* that share a row */
+    const unsigned blocks = WIDE ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 64 * TILES) : 1; /* that share a row */
     dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
     grid.z *= blocks;
     return launch_clusters(is_general(a) ? forward_sm90exact<TILES, WIDE, true> : forward_sm90exact<TILES, WIDE, false>,
@@ -274,5 +286,5 @@ heed_status heed_forward_sm90exact(const heed_problem *p, const heed_plan *plan,
     const int width = HEED_MAX(a.D, a.Dv);
     return width <= 64    ? run<1, false>(a, plan, x)
            : width <= 128 ? run<2, false>(a, plan, x)
-                          : run<1, true>(a, plan, x);
+                          : run<2, true>(a, plan, x);
 }
