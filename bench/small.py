@@ -2,13 +2,14 @@
 
     python3 bench/small.py replay  [--lib PATH] [--dtype f32,f16]   forward and both: replays of a CUDA graph
     python3 bench/small.py modes   [--lib PATH] [--only WORDS]      the same under masks, for head sizes 8 to 256, ...
+    python3 bench/small.py grid    [--lib PATH] [--dtype f32,f16]   the same from few heads to a full GPU
     python3 bench/small.py user    [--dtype f32,f16]                eager calls of the Python package, by the host's clock
     python3 bench/small.py strided                                  keys off a stride, through the Python package
     python3 bench/small.py errors  [--lib PATH] [--dtype f32,f16]   of all of these against fp64
 
 A ratio is PyTorch's time over heed's. PyTorch is the fastest backend of scaled_dot_product_attention that takes the problem;
-`plain` is matmul, softmax, matmul, and `naive` the same over all keys with those off the stride masked. In `replay` and
-`modes` a time is that of one call among twenty in a graph. In `user` it is that of one call among many in a row, without
+`plain` is matmul, softmax, matmul, and `naive` the same over all keys with those off the stride masked. In `replay`, `modes`
+and `grid` a time is that of one call among twenty in a graph, or fewer long ones. In `user` it is that of one call among many in a row, without
 waiting for any but the last: what a loop costs. In `user` and `strided` those who are timed take turns. Errors are relative to
 the RMS of the exact result; PyTorch's are those of the backend that it takes by itself.
 """
@@ -158,6 +159,25 @@ def modes(lib, dtypes, only):
                   f"{which2[:5]:<6}{peer2 / ours2:5.2f}", flush=True)
 
 
+def grid(lib, dtypes):
+    """How many times as fast as PyTorch, forward and both: rows are heads and their size, columns keys."""
+    keys = (64, 128, 192, 256)
+    print("times as fast as PyTorch, forward and both (us of both); as many rows as keys" + "".join(f"{s:>22}" for s in keys))
+    for name in dtypes:
+        for batch, heads in ((2, 8), (8, 16), (64, 16)):
+            for d in (32, 64, 128, 256):
+                for causal in (False, True):
+                    line = f"{name:<5}{batch} x {heads}, d{d}{' causal' if causal else '':<8}"
+                    for s in keys:
+                        q, k, v, g = (normal(name, batch, heads, s, d) for _ in range(4))
+                        heed = OnStream(lib, q, k, v, g, None, name, causal=int(causal))
+                        repeats = 3 if batch * heads > 200 else 10
+                        ours = [graph_us(call, repeats) for call in (heed.forward, heed.both)]
+                        theirs = [best_of_torch(q, k, v, g, way, repeats, is_causal=causal)[1] for way in (False, True)]
+                        line += f"{theirs[0] / ours[0]:7.2f}{theirs[1] / ours[1]:6.2f} ({ours[1]:6.1f})"
+                    print(line, flush=True)
+
+
 # ---- As a user times it ----------------------------------------------------------------------------------------------
 
 def plain(q, k, v):
@@ -266,7 +286,7 @@ def errors(lib, dtypes, draws=3):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=("replay", "modes", "user", "strided", "errors"))
+    p.add_argument("what", choices=("replay", "modes", "grid", "user", "strided", "errors"))
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--dtype", default="f32,f16,bf16")
     p.add_argument("--only", default="", metavar="WORDS", help="modes: those whose names have one of these")
@@ -279,7 +299,7 @@ def main():
     if args.what == "modes":
         modes(lib, dtypes, args.only)
     else:
-        (replay if args.what == "replay" else errors)(lib, dtypes)
+        dict(replay=replay, grid=grid, errors=errors)[args.what](lib, dtypes)
 
 
 if __name__ == "__main__":
