@@ -1,7 +1,8 @@
 /* Backward for few rows and keys on Hopper, fp32 (exact_sm90.cuh). A block owns 64 keys, of which it makes dK and dV, and meets the
  * queries in rounds, with two warpgroups:
  *
- *     head sizes to 64    each takes 64 queries of its own; dK and dV of the two are added at the end
+ *     head sizes to 64    each takes 64 queries of its own; dK and dV of the two are added at the end. Or each takes a head, where
+ *                         queries are three times 64 and heads many: the same sums in the same order, and nobody idle
  *     to 128              both take the same 64 queries and each 64 columns: what these make of S and dP is added up
  *     above               the same in two blocks of a cluster
  *
@@ -13,7 +14,7 @@
 constexpr int GROUPS = 2, THREADS = GROUPS * SHORT_THREADS;
 constexpr int TOGETHER = 2; /* tiles of keys in a cluster: with four, of blocks of a multiprocessor each, few fit */
 
-enum shared_out { QUERIES, COLUMNS }; /* between the warpgroups of a block */
+enum shared_out { QUERIES, HEADS, COLUMNS }; /* between the warpgroups of a block */
 
 template <int TILES> struct alignas(1024) exact_room {
     exact_tile own[2][TILES];  /* K and V */
@@ -129,7 +130,7 @@ __device__ static void store_round(Room &room, const args &a, const span &s, int
     float *const to = (first ? (float *)a.d_q.data + row_at(a.d_q, s.q_batch, h, s.q_row)
                              : rest_at(rest, a, s.b, h, 0)) +
                       tile * 64;
-    const int64_t step = first ? a.d_q.stride[2] : a.D;
+    const int64_t step = first ? a.d_q.stride[2] : a.D, head = first ? a.d_q.stride[1] : (int64_t)a.Sq * a.D;
 #pragma unroll 1
     for (int begin = place_together() * THREADS + threadIdx.x; begin < GROUPS * 64 * 16;
          begin += ONCE * blocks * THREADS) {
@@ -144,10 +145,11 @@ __device__ static void store_round(Room &room, const args &a, const span &s, int
         }
 #pragma unroll
         for (int n = 0; n < ONCE; n++) {
-            const int i = begin + n * blocks * THREADS, at = row + (BY == QUERIES ? i / 16 : i / 16 % 64),
-                      column = (BY == COLUMNS ? i / 1024 * 64 : 0) + i % 16 * 4;
+            const int i = begin + n * blocks * THREADS, group = i / 1024,
+                      at = row + (BY == QUERIES ? i / 16 : i / 16 % 64),
+                      column = (BY == COLUMNS ? group * 64 : 0) + i % 16 * 4;
             if (at < s.rows && tile * 64 + column < a.D)
-                *(float4 *)(to + at * step +
+                *(float4 *)(to + at * step + (BY == HEADS ? group * head : 0) +
                             column) = make_float4((y[n].x + z[n].x) * a.scale, (y[n].y + z[n].y) * a.scale,
                                                   (y[n].z + z[n].z) * a.scale, (y[n].w + z[n].w) * a.scale);
         }
@@ -186,7 +188,9 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
     auto &room = *(exact_room<TILES> *)memory;
     const int thread = threadIdx.x % SHORT_THREADS, lane = thread % 32, warp = thread / 32;
     const int group = __shfl_sync(~0u, threadIdx.x / SHORT_THREADS, 0);
-    const int z = cluster_number(), b = a.B >= a.Hk ? blockIdx.x : z, hk = a.B >= a.Hk ? z : blockIdx.x;
+    const int z = cluster_number(), b = a.B >= a.Hk ? blockIdx.x : z;
+    const auto first_head = [&] { return (BY == HEADS ? 2 : 1) * (a.B >= a.Hk ? z : blockIdx.x); };
+    const int hk = first_head() + (BY == HEADS ? group : 0);
     const int own0 = blockIdx.y * SHORT_OWN;
     const auto of_row = [] { return BY == COLUMNS ? 2 * cluster_place() : 0; }; /* the block's first tile */
     const auto tile = [&] {
@@ -225,8 +229,10 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
         exact_rows<2 * TILES> K, V;
         K.load(k, tile(), own0, t, WHO), V.load(v, tile(), own0, t, WHO);
         coming.ask(a, s, busy() ? m.last : 0, h, mine(), tile());
-        tiny = tiny_kinds<8>(room.seen[0], a.delta.data || a.d_lse.data ? OWN_X : OWN_X | OWN_Y,
-                             kind_if_large(K, OWN_X) | kind_if_large(V, OWN_Y), 0, [] { __syncthreads(); });
+        constexpr int WARPS = BY == HEADS ? 4 : 8; /* that have loaded what is this warpgroup's */
+        tiny = tiny_kinds<WARPS>(room.seen[0], a.delta.data || a.d_lse.data ? OWN_X : OWN_X | OWN_Y,
+                                 kind_if_large(K, OWN_X) | kind_if_large(V, OWN_Y), BY == HEADS ? group * 4 : 0,
+                                 [] { __syncthreads(); });
         put(K, room.own[0][at], t, WHO, tiny & OWN_X), put(V, room.own[1][at], t, WHO, tiny & OWN_Y);
     }
     float dK[32], dV[32];
@@ -271,7 +277,7 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
         cluster_wait(); /* all have done with the last round's dQ */
         if (BY != COLUMNS)
             __syncthreads(); /* K and V are everybody's; and as racecheck wants it */
-        const bool now_busy = busy(), other_busy = group ? row + 64 > m.first : row + 64 < m.last;
+        const bool now_busy = busy(), other_busy = BY == HEADS || (group ? row + 64 > m.first : row + 64 < m.last);
         float S[32], dP[32], unit = 1.0f; /* of dP */
         if (now_busy) {
             /* What the caller has of delta may be anything: it is not to be multiplied. */
@@ -363,7 +369,10 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
                 *to = now_busy ? make_float2(whole_sum(x[0]) * unit, whole_sum(x[1]) * unit) : make_float2(0, 0);
             }
         const int round_h = h, round_row = row;
-        if ((row += ROUND) >= room.last)
+        row += ROUND;
+        if (BY == HEADS && row >= room.last && row % ROUND == 0) /* in the order of the sums by queries */
+            row = room.first + 64;
+        if (row >= room.last)
             row = room.first, h++;
         more = h < hk * a.G + a.G;
         if (BY == QUERIES && !more)
@@ -377,7 +386,7 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
             coming.forget();
         cluster_wait();
         if (a.d_q.data)
-            store_round<BY>(room, a, s, round_h, round_row, of_row(), rest);
+            store_round<BY>(room, a, s, BY == HEADS ? first_head() : round_h, round_row, of_row(), rest);
         cluster_arrive_empty();
     }
     finish_keys();
@@ -403,14 +412,25 @@ template <shared_out BY> static heed_status run(const args &a, const heed_plan *
     static_assert(ALL <= 227 * 1024, "shared memory of a block");
     const unsigned tiles = (unsigned)tiles_of(keys_of(a), SHORT_OWN), together = tiles > 1 ? TOGETHER : 1,
                    keys = (unsigned)HEED_MAX(tiles_of(tiles, together), 1) * together,
-                   columns = BY == COLUMNS ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 128) : 1; /* that share a row */
-    const dim3 grid = a.B >= a.Hk ? dim3(a.B, keys, a.Hk * columns) : dim3(a.Hk, keys, a.B * columns);
-    const heed_status status = launch_clusters(is_general(a) ? backward_sm90exact<BY, true>
-                                                             : backward_sm90exact<BY, false>,
-                                               grid, dim3(1, together, columns), THREADS, ALL, x, a, rest);
+                   heads = BY == HEADS ? (unsigned)a.Hk / 2 : (unsigned)a.Hk,
+                   columns = BY == COLUMNS ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 128)
+                                           : 1; /* blocks that share a row */
+    const dim3 grid = a.B >= a.Hk ? dim3(a.B, keys, heads * columns) : dim3(heads, keys, a.B * columns);
+    const bool general = BY != HEADS && is_general(a);
+    const heed_status status = launch_clusters(general ? backward_sm90exact < BY == HEADS ? QUERIES : BY,
+                                               true > : backward_sm90exact<BY, false>, grid, dim3(1, together, columns),
+                                               THREADS, ALL, x, a, rest);
     if (status || !rest)
         return status;
     return launch_early(add_rest, grid_of(a, tiles_of(a.Sq, 16)), dim3(THREADS), 0, plan, x, a, rest);
+}
+
+/* Whether each warpgroup should take a head: by queries, one of the four would have none, and there are enough of such blocks to
+ * keep the multiprocessors busy. */
+static bool by_heads(const args &a, const heed_plan *plan)
+{
+    return tiles_of(a.Sq, 64) == 3 && a.G == 1 && a.Hk % 2 == 0 && !is_general(a) &&
+           (int64_t)a.B * a.Hk * tiles_of(keys_of(a), SHORT_OWN) >= 4 * plan->device.units;
 }
 
 heed_status heed_backward_sm90exact(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
@@ -421,5 +441,7 @@ heed_status heed_backward_sm90exact(const heed_problem *p, const heed_plan *plan
         return start.status;
     float *const rest = has_rest(p) ? (float *)((char *)x->workspace + (heed_cuda_others_bytes(p) + 15) / 16 * 16)
                                     : NULL;
-    return HEED_MAX(a.D, a.Dv) > 64 ? run<COLUMNS>(a, plan, x, rest) : run<QUERIES>(a, plan, x, rest);
+    return HEED_MAX(a.D, a.Dv) > 64 ? run<COLUMNS>(a, plan, x, rest)
+           : by_heads(a, plan)      ? run<HEADS>(a, plan, x, rest)
+                                    : run<QUERIES>(a, plan, x, rest);
 }

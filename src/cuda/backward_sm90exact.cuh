@@ -165,12 +165,12 @@ template <class Tile> __device__ inline void differentiate(Tile &P, Tile &dP, co
 
 /* ---- Results ----------------------------------------------------------------------------------------------------- */
 
-/* Y += T, of so many units. */
+/* Y += T, of so many units. Rounded before it is added, so that sums of the same terms are the same however they are shared out. */
 __device__ inline void add(float (&Y)[32], const float (&T)[32], float unit)
 {
 #pragma unroll
     for (int i = 0; i < 32; i++)
-        Y[i] = fmaf(whole_sum(T[i]), unit, Y[i]);
+        Y[i] = __fadd_rn(Y[i], __fmul_rn(whole_sum(T[i]), unit));
 }
 
 /* dS, with keys as rows, where the tensor core finds it with queries as rows. */
