@@ -10,8 +10,9 @@ __global__ void __launch_bounds__(dkv_shape<HEAD, PARTS>::THREADS, 1) dkv_sm90sp
     typedef dkv_shape<HEAD, PARTS> C;
     let_next_start(); /* dQ, on the multiprocessors that are done here */
     extern __shared__ __align__(1024) char memory[];
-    auto &s = *(backward_shared<C> *)memory;
+    auto &s = *(split_shared<C> *)memory;
     init_barriers(s);
+    wait_for_last();
     const int group = uniform(threadIdx.x / 128);
     if (group == C::CONSUMERS + C::OWNERS) {
         fewer_registers<C::FEW>();
@@ -136,7 +137,7 @@ static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, c
                        const split_rows (&other)[2], int64_t own_rows, int64_t other_rows, bool second,
                        const heed_plan *plan, const heed_exec *x)
 {
-    static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
+    static_assert(sizeof(split_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
     const args &a = p.job.a;
     const int heads = C::KEYS ? a.Hk : a.Hq, queries = a.offsets_q ? 1 : a.B, keys = a.offsets_k ? 1 : a.B;
     backward_job &job = p.job;
@@ -147,15 +148,18 @@ static heed_status run(Kernel kernel, split_job &p, const piece_table &pieces, c
     heed_status status = HEED_OK;
     for (int i = 0; i < 2 && !status; i++) {
         p.own[i] = own[i], p.other[i] = other[i];
-        status = split_map(&job.own[i], own[i], HEAD, C::D / HEAD, own_rows, C::KEYS ? keys : queries, C::ROWS);
+        status = C::ADDS && p.whole
+                     ? whole_map(&job.own[i], i ? a.v : a.k, i ? a.Dv : a.D, own_rows, heads, keys, C::ROWS)
+                     : split_map(&job.own[i], own[i], HEAD, C::D / HEAD, own_rows, C::KEYS ? keys : queries, C::ROWS);
         if (!status)
             status = split_map(&job.other[i], other[i], HEAD, C::D / HEAD, other_rows, C::KEYS ? queries : keys,
                                COLUMNS);
     }
     const int blocks = HEED_MIN(plan->device.units, job.count);
-    return status   ? status
-           : second ? launch_early(kernel, dim3(blocks), dim3(C::THREADS), sizeof(backward_shared<C>), plan, x, p)
-                    : launch(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
+    return status ? status
+           : second || HEAD == 64
+               ? launch_early(kernel, dim3(blocks), dim3(C::THREADS), sizeof(split_shared<C>), plan, x, p)
+               : launch(kernel, blocks, C::THREADS, sizeof(split_shared<C>), x, p);
 }
 
 /* Whether every row sees a key, so that dQ can leave with the last keys. It is worth while where heads are short: these have
@@ -235,15 +239,24 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
         return status ? status : heed_cuda_fill(a.d_v, g.d_v.shape, 0.0f, x);
     }
     status = heed_sm90_find_pieces(a, s.keys, s.queries, x);
+    /* Of so few pieces each is waited for longer than the pass would take. */
+    const bool many = tiles_of(keys_of(a), SPLIT_ROWS) * a.B * a.Hk > 3 * plan->device.units;
+    job.whole = many && split_width(a) == 64 && !s.split.hi_only && a.col_step == 1 && a.col == 0 &&
+                is_whole(p->a.k, a.k) && is_whole(p->a.v, a.v);
+    split_tensors pass = s.split;
+    if (job.whole)
+        pass.k.rows = pass.v.rows = NULL;
     if (!status)
-        status = heed_cuda_split(a, s.split, true, NULL, x);
+        status = heed_cuda_split(a, pass, true, NULL, x);
     if (!status)
         status = run(job, s, plan, x);
     const marked only = { job.any, s.split.k.marks, s.split.q.marks };
-    if (s.split.hi_only && !status) { /* what is marked wants lo too */
-        split_tensors both = s.split;
-        both.hi_only = both.gaps = false, both.zeros = both.k.marks = both.q.marks = both.turns = NULL;
-        status = heed_cuda_split(a, both, true, job.any, x);
+    if ((s.split.hi_only || job.whole) && !status) { /* what is marked wants the rest too */
+        pass = s.split;
+        pass.hi_only = pass.gaps = false, pass.zeros = pass.k.marks = pass.q.marks = pass.turns = NULL;
+        if (job.whole)
+            pass.q.rows = pass.d_o.rows = NULL;
+        status = heed_cuda_split(a, pass, true, job.any, x);
     }
     return status ? status : heed_cuda_backward_marked(a, s.split, only, 2 * plan->device.units, x);
 }

@@ -24,6 +24,7 @@ struct split_job {
     split_rows own[2], other[2];
     int exact_below; /* where the shifts of Q and K add up to less, two numbers of fp16 are not enough */
     int *any;        /* whether anything was marked */
+    bool whole;      /* K and V come as they are: who owns them meets them once, and splits them in their place */
 };
 
 constexpr int QUERIES = 128; /* of a block that owns queries */
@@ -48,6 +49,11 @@ template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
 struct dq_shape : backward_shape<false, PARTS * HEAD, QUERIES, WIDE ? 1 : 2, WIDE ? 2 : 4, WIDE ? 1 : 2> {
     static constexpr bool SOON = false;
     static constexpr int WORKS = WIDE ? 1 : 2;
+};
+
+template <class C> struct split_shared : backward_shared<C> {
+    unsigned most[2][4]; /* of what each warp has of a K or V that is split */
+    shift found[C::SLOTS][2];
 };
 
 /* ---- Sums -------------------------------------------------------------------------------------------------------- */
@@ -158,6 +164,21 @@ template <class C> __device__ inline int met_at(const split_job &p, const piece 
  * at a time, find them in different banks. */
 __device__ inline int place_to_pass(int thread) { return thread ^ (thread >> 1 & 4) ^ (thread >> 3 & 2); }
 
+/* Whether own keys and values are split here. */
+template <class C> __device__ inline bool splits_own(const split_job &p) { return C::ADDS && C::D == 128 && p.whole; }
+
+/* The shift of own keys (which = 0) or values, when they are split: by one role, and the others come to know of it with the
+ * first tile that passes. */
+template <class C>
+__device__ inline shift split_own(const split_job &p, split_shared<C> &s, const piece &w, int slot, int which)
+{
+    if (splits_own<C>(p)) {
+        split_in_place<64>(s.own[slot][which], w.rows, s.most[which], s.found[slot][which], 1 + which);
+        return s.found[slot][which];
+    }
+    return shift_at(p.own[which], w.batch, w.head, w.memory_row);
+}
+
 template <class C> __device__ inline void leave_piece(backward_shared<C> &s, int slot)
 {
     release(&s.own_free[slot]);
@@ -165,7 +186,7 @@ template <class C> __device__ inline void leave_piece(backward_shared<C> &s, int
         release(&s.work_free[slot]);
 }
 
-template <int HEAD, class C> __device__ inline void values_role(const split_job &p, backward_shared<C> &s)
+template <int HEAD, class C> __device__ inline void values_role(const split_job &p, split_shared<C> &s)
 {
     const args &a = p.job.a;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -173,9 +194,9 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
     meet_pieces<C>(s, [&](const piece &w, int n) {
         const int slot = n % C::SLOTS;
         const int all = uniform(w.tiles) * a.G;
+        const int k_shift = split_own(p, s, w, slot, 0).s;
         typename C::own_rows K;
         take_rows(K, shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]));
-        const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
         const int2 *const range = C::ADDS ? p.job.ranges + w.ranges + row : &s.range[slot][row];
         shifts_ahead q_shifts, g_shifts;
         const auto of_q = [&](int i) { return p.other[0].shifts + met_at<C>(p, w, i); };
@@ -244,7 +265,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
     });
 }
 
-template <int HEAD, class C> __device__ inline void keys_role(const split_job &p, backward_shared<C> &s)
+template <int HEAD, class C> __device__ inline void keys_role(const split_job &p, split_shared<C> &s)
 {
     const args &a = p.job.a;
     const int lane = threadIdx.x % 32;
@@ -252,12 +273,12 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
     meet_pieces<C>(s, [&](const piece &w, int n) {
         const int slot = n % C::SLOTS;
         const int all = uniform(w.tiles) * a.G;
+        const shift v = split_own(p, s, w, slot, 1);
         typename C::own_rows V;
         take_rows(V, shared_address(s.own[0][1]) + slot * (int)sizeof(s.own[0]));
         const int own = (int)split_at(p.own[0], w.batch, w.head, w.memory_row);
-        const int k_shift = p.own[0].shifts[own].s, v_shift = p.own[1].shifts[own].s;
-        const bool own_strange = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
-        bool again = own_strange;
+        shift k = splits_own<C>(p) ? shift{} : p.own[0].shifts[own];
+        bool again = false;
         shifts_ahead q_shifts, g_shifts;
         const auto of_q = [&](int i) { return p.other[0].shifts + met_at<C>(p, w, i); };
         const auto of_g = [&](int i) { return p.other[1].shifts + met_at<C>(p, w, i); };
@@ -275,8 +296,7 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
             wait_passed(s, tile);
             wait_first(s, tile); /* Q for the next round */
             differentiate(
-                dP, v_shift + g.s, [&](int i) { return pass[i * 128]; }, [&](int e) { return delta[column_of(e)]; },
-                raised,
+                dP, v.s + g.s, [&](int i) { return pass[i * 128]; }, [&](int e) { return delta[column_of(e)]; }, raised,
                 [&](int i, const float *dS) {
                     if (C::ADDS) /* keys r and r + 8 of a query beside each other */
                         pass[i * 128] = make_float4(dS[0], dS[2], dS[1], dS[3]);
@@ -289,10 +309,10 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
             dK.add(T, by);
         };
         const auto look_at_shifts = [&](int i, const shift &q, const shift &g, const int(&raised)[2]) {
-            const bool strange = q.strange || g.strange || k_shift + q.s < p.exact_below;
+            const bool strange = q.strange || g.strange || k.strange || v.strange || k.s + q.s < p.exact_below;
             again |= strange;
             by[0] = raised[0] + q.s, by[1] = raised[1] + q.s;
-            if (C::ADDS && (strange || own_strange) && threadIdx.x % 128 == 0) /* nor is dQ what it should be */
+            if (C::ADDS && strange && threadIdx.x % 128 == 0) /* nor is dQ what it should be */
                 p.other[0].marks[met_at<C>(p, w, i)] = *p.any = 1;
         };
         if (all) {
@@ -303,6 +323,8 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
             const shift g = g_shift(0);
             finish(dP, g, raised);
             split_weights(hi, lo, dP);
+            if (splits_own<C>(p))
+                k = s.found[slot][0];
             look_at_shifts(0, q_shift(0), g, raised);
             tile++;
         }
@@ -354,7 +376,7 @@ __device__ inline void read_across(float (&X)[COLUMNS / 2], const uint4 *pass)
 
 /* dQ = dS K of one tile after the other, sent to its sums: see keep_turns(). Where it LEAVES with the last keys, what others
  * have summed joins these here. */
-template <int HEAD, class C, bool LEAVES> __device__ inline void sums_role(const split_job &p, backward_shared<C> &s)
+template <int HEAD, class C, bool LEAVES> __device__ inline void sums_role(const split_job &p, split_shared<C> &s)
 {
     const args &a = p.job.a;
     int tile = 0;
@@ -362,7 +384,7 @@ template <int HEAD, class C, bool LEAVES> __device__ inline void sums_role(const
         const int slot = n % C::SLOTS;
         const int all = uniform(w.tiles) * a.G;
         const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]), C::ROWS * 128);
-        const int k_shift = shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
+        int k_shift = splits_own<C>(p) ? 0 : shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
         const dq_share mine = LEAVES ? share_of(p.job, w, tile) : dq_share{},
                        share = { uniform(mine.stored), uniform(mine.leaving), uniform(mine.end) };
         int column = column_at<C>(w, 0), heads = a.G; /* that have yet to meet it */
@@ -372,6 +394,8 @@ template <int HEAD, class C, bool LEAVES> __device__ inline void sums_role(const
             operand hi, lo;
             int by[2];
             wait(shared_address(&s.ds_full[tile % 2]), tile / 2 & 1);
+            if (splits_own<C>(p) && j == 0)
+                k_shift = s.found[slot][0].s;
             read_across(X, s.pass[tile % 2 * 2]);
             release(&s.pass_free[tile % 2]);
             raise_rows((float(&)[1][COLUMNS / 8][4]) X, by);

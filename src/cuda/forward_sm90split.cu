@@ -67,49 +67,6 @@ template <class S> struct split_shared : forward_shared<S> {
     shift q[S::GROUPS];
 };
 
-/* ---- Queries ----------------------------------------------------------------------------------------------------- */
-
-/* 64 rows of Q, of which so many are there, become hi and lo in their place. By a warpgroup. As they were loaded each has 32
- * columns in a panel of 128 bytes. */
-template <int HEAD>
-__device__ inline void split_queries(char *Q, int rows, unsigned (&most)[4], shift &found, int barrier)
-{
-    constexpr int EACH = HEAD / 2, PANEL = SPLIT_ROWS * 128;
-    const unsigned thread = (unsigned)thread_anew() % 128, row = thread % 64, half = thread / 64;
-    char *const first = Q + row * 128;
-    const auto chunk = [&](unsigned n) { return first + n / 8 * PANEL + (n % 8 ^ row % 8) * 16; };
-    float x[EACH], largest = 0.0f; /* or NaN */
-#pragma unroll
-    for (int i = 0; i < EACH; i += 4)
-        *(float4 *)&x[i] = *(const float4 *)chunk(half * (EACH / 4) + i / 4);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        x[i] = (int)row < rows ? x[i] : 0.0f;
-        asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(fabsf(x[i])));
-    }
-    const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(largest));
-    if (thread % 32 == 0)
-        most[thread / 32] = of_warp;
-    named_sync(barrier, 128);
-    const unsigned bits = max(max(most[0], most[1]), max(most[2], most[3]));
-    const int s = shift_of(bits);
-    multiply_by_power(x, s);
-#pragma unroll
-    for (int i = 0; i < EACH; i += 8) {
-        uint32_t hi[4], lo[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            split_pair(x[i + 2 * e], x[i + 2 * e + 1], hi[e], lo[e]);
-        char *const to = chunk(half * (EACH / 8) + i / 8);
-        *(uint4 *)to = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-        *(uint4 *)(to + HEAD / 64 * PANEL) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-    }
-    if (thread == 0)
-        found = { (short)s, (short)(bits >= 0x7F800000u) };
-    fence_async();
-    named_sync(barrier, 128);
-}
-
 /* ---- Softmax ----------------------------------------------------------------------------------------------------- */
 
 /* The rows of a lane: what is subtracted from exponents, inf where a row has seen no key yet, and sums of P. */
@@ -260,8 +217,8 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         if (S::PARTS == 2 && by.q_whole) {
             q_shift = sh.q + group();
             if (seen > 0)
-                split_queries<S::HEAD>(sh.Q[group()], w.rows - part() * 64, sh.most[group()], sh.q[group()],
-                                       1 + group());
+                split_in_place<S::HEAD>(sh.Q[group()], w.rows - part() * 64, sh.most[group()], sh.q[group()],
+                                        1 + group());
         }
         const shift q = *q_shift;
         both_shifts asked(first[0], first[1]);
@@ -448,25 +405,6 @@ template <class S> static int64_t choose_tiles(const args &a, int units)
     return best;
 }
 
-/* Whether the copy engine can take Q as it is: see plan.c. */
-static bool is_whole(const heed_tensor &q, const view &t)
-{
-    bool whole = t.vector && (t.stride[2] != 0 || q.shape[2] <= 1);
-    for (int d = 0; d < 3; d++)
-        whole = whole && t.stride[d] >= 0 && t.stride[d] < (int64_t)1 << 38;
-    return whole;
-}
-
-/* A row of fp32 is one of twice as many numbers of 16 bits. */
-static heed_status whole_map(tensor_map *m, const args &a)
-{
-    view t = a.q;
-    t.dtype = HEED_F16;
-    for (int64_t &stride : t.stride)
-        stride *= 2;
-    return heed_tensor_map(m, t, 2 * a.D, a.q_rows, a.Hq, a.offsets_q ? 1 : a.B, 64);
-}
-
 template <class S>
 static heed_status run(const args &a, const split_tensors &split, bool q_whole, int units, const heed_exec *x)
 {
@@ -481,7 +419,7 @@ static heed_status run(const args &a, const split_tensors &split, bool q_whole, 
     tensor_map q, k, v;
     const int64_t keys = a.offsets_k ? a.k_rows : a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
     const bool any = keys > 0; /* no key: nothing will be loaded, but a map must show something */
-    heed_status status = q_whole ? whole_map(&q, a)
+    heed_status status = q_whole ? whole_map(&q, a.q, a.D, a.q_rows, a.Hq, q_batches, 64)
                                  : split_map(&q, split.q, S::HEAD, S::PARTS, a.q_rows, q_batches, 64);
     if (!status)
         status = split_map(&k, any ? split.k : split.q, S::HEAD, S::PARTS, any ? keys : a.q_rows, k_batches, S::KEYS);

@@ -180,10 +180,14 @@ __global__ void __launch_bounds__(threads_of<D>, D > 128  ? 1
     }
     if (to.zeros && blockIdx.x == 0 && threadIdx.x < 3)
         to.zeros[threadIdx.x] = 0;
-    if (to.q.marks && !to.q.rows) /* somebody else splits these */
-        for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < split_at(to.q, a.offsets_q ? 1 : a.B, 0, 0);
-             i += gridDim.x * blockDim.x)
-            to.q.marks[i] = 0;
+    const auto clear_marks = [&](const split_rows &x, int batches) {
+        if (x.marks && !x.rows) /* somebody else splits these */
+            for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < split_at(x, batches, 0, 0);
+                 i += gridDim.x * blockDim.x)
+                x.marks[i] = 0;
+    };
+    clear_marks(to.q, a.offsets_q ? 1 : a.B);
+    clear_marks(to.k, a.offsets_k ? 1 : a.B);
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; to.turns && i < to.turn_count; i += gridDim.x * blockDim.x)
         to.turns[i] = 0;
 #pragma unroll 1

@@ -306,6 +306,71 @@ __device__ inline void multiply_both_values_first(float (&S)[SPLIT_ROWS / 2], co
     wgmma_wait<1>();
 }
 
+/* ---- Splitting where they are met once --------------------------------------------------------------------------- */
+
+/* 64 rows of X as the copy engine has brought them, of which so many are there, become hi and lo in their place. By a
+ * warpgroup. As they came each has 32 columns in a panel of 128 bytes. */
+template <int HEAD>
+__device__ inline void split_in_place(char *X, int rows, unsigned (&most)[4], shift &found, int barrier)
+{
+    constexpr int EACH = HEAD / 2, PANEL = SPLIT_ROWS * 128;
+    const unsigned thread = (unsigned)thread_anew() % 128, row = thread % 64, half = thread / 64;
+    char *const first = X + row * 128;
+    const auto chunk = [&](unsigned n) { return first + n / 8 * PANEL + (n % 8 ^ row % 8) * 16; };
+    float x[EACH], most_of[4] = {}; /* or NaN */
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4)
+        *(float4 *)&x[i] = *(const float4 *)chunk(half * (EACH / 4) + i / 4);
+    if ((int)row >= rows)
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            x[i] = 0.0f;
+    const auto take = [](float &most, float y) { asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(y)); };
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+        take(most_of[i % 4], fabsf(x[i]));
+    take(most_of[0], most_of[1]), take(most_of[2], most_of[3]), take(most_of[0], most_of[2]);
+    const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(most_of[0]));
+    if (thread % 32 == 0)
+        most[thread / 32] = of_warp;
+    named_sync(barrier, 128);
+    const unsigned bits = max(max(most[0], most[1]), max(most[2], most[3]));
+    const int s = shift_of(bits);
+    multiply_by_power(x, s);
+#pragma unroll
+    for (int i = 0; i < EACH; i += 8) {
+        uint32_t hi[4], lo[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            split_pair(x[i + 2 * e], x[i + 2 * e + 1], hi[e], lo[e]);
+        char *const to = chunk(half * (EACH / 8) + i / 8);
+        *(uint4 *)to = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+        *(uint4 *)(to + HEAD / 64 * PANEL) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+    }
+    if (thread == 0)
+        found = { (short)s, (short)(bits >= 0x7F800000u) };
+    fence_async();
+    named_sync(barrier, 128);
+}
+
+/* Whether the copy engine can take rows of fp32 as they are: see plan.c. */
+inline bool is_whole(const heed_tensor &x, const view &t)
+{
+    bool whole = t.vector && (t.stride[2] != 0 || x.shape[2] <= 1);
+    for (int d = 0; d < 3; d++)
+        whole = whole && t.stride[d] >= 0 && t.stride[d] < (int64_t)1 << 38;
+    return whole;
+}
+
+/* These to the copy engine: a row is one of twice as many numbers of 16 bits. */
+inline heed_status whole_map(tensor_map *m, view t, int width, int64_t rows, int heads, int batches, int box_rows)
+{
+    t.dtype = HEED_F16;
+    for (int64_t &stride : t.stride)
+        stride *= 2;
+    return heed_tensor_map(m, t, 2 * width, rows, heads, batches, box_rows);
+}
+
 /* A split tensor to the copy engine: so many parts of `head` columns of fp16. rows: of each head, those that are there. */
 inline heed_status split_map(tensor_map *m, const split_rows &x, int head, int parts, int64_t rows, int batches,
                              int box_rows)
