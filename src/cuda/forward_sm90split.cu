@@ -376,8 +376,11 @@ __global__ void __launch_bounds__(S::THREADS, 1)
             l.run();
         } else if (threadIdx.x < 64)
             plan_tiles<S>(sh, a, by.order, tiles, false);
-        else if (threadIdx.x == 64)
+        else if (threadIdx.x == 64) {
+            if (!by.q_whole) /* it is the pass that writes it */
+                wait_for_last();
             fetch_q<S>(sh, q, tiles);
+        }
     } else {
         more_registers<S::REGISTERS>();
         wait_for_last();
