@@ -155,13 +155,17 @@ __device__ inline void lower(operand &less, const operand &hi)
     }
 }
 
-/* T += Phi 2^-11 Blo + Phi Bhi; of one part T = Phi Bhi. */
+/* T += Phi 2^-11 Blo + Phi Bhi; of one part T = Phi Bhi. The last rows of B first: where weights are largest in the first ones, as
+ * those of a causal key are, each step would cut off a sum that is large already. */
 template <int HEAD, int PARTS>
 __device__ inline void multiply_large(float (&T)[HEAD / 2], const operand &hi, const operand &less, uint64_t B)
 {
     if (PARTS == 2)
         multiply_columns<__half, HEAD, SPLIT_ROWS>(T, less, on(B, HEAD / 64 * SPLIT_ROWS * 128));
-    multiply_columns<__half, HEAD, SPLIT_ROWS>(T, hi, B, PARTS == 2);
+#pragma unroll
+    for (int k = SPLIT_ROWS / 16 - 1; k >= 0; k--)
+        wgmma<__half, HEAD>::template registers<1>(T, hi[k], on(B, k * 2048),
+                                                   PARTS == 2 || k < SPLIT_ROWS / 16 - 1 ? 1 : 0);
 }
 
 struct nothing {
