@@ -116,7 +116,7 @@ static double score(const plain *n, head *x, int64_t i, int64_t j)
     double S = 0, size = 0;
     for (int64_t d = 0; d < n->D; d++) {
         S = sum(n, S, q[d] * k[d]);
-        size += fabs(n->scale * q[d] * k[d]);
+        size += 2 * fabs(n->scale * q[d] * k[d]); /* the largest of all rows' errors counts: once is short of it */
     }
     S = rounded(n, rounded(n, S) * n->scale);
     x->slope[i * x->Lk + j] = 1;
