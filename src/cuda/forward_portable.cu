@@ -23,6 +23,19 @@ template <int GROUPS> __device__ static float row_sum(float x)
     return x;
 }
 
+/* S = factor S where the band shows the key. */
+template <int WIDTH> __device__ static void hide_outside(float (&S)[8][8], shared<WIDTH> &s, int n0, float factor)
+{
+    const int *low = s.low + s.row_of(0), *high = s.high + s.row_of(0), key = n0 + s.column_of(0);
+#pragma unroll
+    for (int r = 0; r < 8; r++) {
+        const int first = low[s.rows_down(r)] - key, end = high[s.rows_down(r)] - key;
+#pragma unroll
+        for (int c = 0; c < 8; c++)
+            S[r][c] = s.columns_on(c) >= first && s.columns_on(c) < end ? S[r][c] * factor : -CUDART_INF_F;
+    }
+}
+
 /* S = factor S, P = exp(S - m'), l = l a + sum P, with a = exp(m - m') to rescale O by. l is the thread's own part of
  * the sum; m lies in shared memory, read and written by the neighbours that share a row. */
 template <int WIDTH>
@@ -98,9 +111,16 @@ __global__ void __launch_bounds__(THREADS, 2)
         float S[8][8], factor = a.scale, rescale[8];
         clear(S);
         start_rows(s, slot, Q, K);
-        multiply_rows<16>(S, s, slot, Q, K, [&](int free) { start_slice(s, free, V, 0, slice); }); /* S  = Q K^T */
+        auto then = [&](int free) { start_slice(s, free, V, 0, slice); };
+        if (WIDTH == 64 || last - n0 > COLUMNS / 2)
+            multiply_rows<16>(S, s, slot, Q, K, then); /* S  = Q K^T */
+        else
+            multiply_rows<16, 4>(S, s, slot, Q, K, then); /* the rest is hidden */
         const bool whole = n0 >= inside && n0 + COLUMNS <= outside;
-        if (!whole || has_extras(a)) {
+        if (!whole && !has_extras(a)) {
+            hide_outside(S, s, n0, factor);
+            factor = 1.0f;
+        } else if (has_extras(a)) {
             write_tile(s, S);
             if (scores_in_fours(a, q))
                 for_each_query<false, 4>(s, i0, n0, [&](auto &some) { finish_scores(some, a.scale, a, q, x, whole); });

@@ -266,7 +266,7 @@ __device__ inline void load_eight(float (&x)[8], const float *from, int apart)
  * used, and meanwhile() is done while the first is. PART of them are one stretch of code: a kernel of many products must mind
  * the instruction cache. Rows are met up and down in turns, so that of what a multiply-add reads there is always something
  * that the last one read. */
-template <int PART, int COUNT, class Load, class Meanwhile>
+template <int PART, int COUNT, int C = 8, class Load, class Meanwhile>
 __device__ inline void add_products(float (&X)[8][8], Load load, Meanwhile meanwhile)
 {
     float a[2][8], b[2][8];
@@ -281,7 +281,7 @@ __device__ inline void add_products(float (&X)[8][8], Load load, Meanwhile meanw
             else
                 load((part + PART) % COUNT, 0, a[0], b[0]); /* after the last the first again, unused */
 #pragma unroll
-            for (int c = 0; c < 8; c++)
+            for (int c = 0; c < C; c++)
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     const int r = c % 2 ? 7 - i : i;
@@ -290,9 +290,9 @@ __device__ inline void add_products(float (&X)[8][8], Load load, Meanwhile meanw
         }
 }
 
-/* X += A B^T. The first step must have been started, in slot; then(slot) may start the first of the next product. Ends
- * with slot being the one not in use. */
-template <int PART, int WIDTH, class Then>
+/* X += A B^T, with C = 4 the first half of its columns alone. The first step must have been started, in slot; then(slot) may
+ * start the first of the next product. Ends with slot being the one not in use. */
+template <int PART, int C = 8, int WIDTH, class Then>
 __device__ inline void multiply_rows(float (&X)[8][8], shared_fp32<WIDTH> &s, int &slot, const rows_of &A,
                                      const rows_of &B, Then then)
 {
@@ -304,11 +304,13 @@ __device__ inline void multiply_rows(float (&X)[8][8], shared_fp32<WIDTH> &s, in
         both_pieces<WIDTH> next(step + STEP);
         const bool in_chunks = next.in_chunks(A, B);
         const float *a_at = s.stage[slot] + g, *b_at = s.stage[slot] + STEP * s.ROWS + s.ROOM + t;
-        add_products<PART, STEP>(
+        add_products<PART, STEP, C>(
             X,
             [&](int part, int k, float(&a)[8], float(&b)[8]) {
                 load_eight(a, a_at + step_a::line(part) + step_a::line(k), 4 * s.RG);
-                load_eight(b, b_at + step_b::line(part) + step_b::line(k), 4 * s.CG);
+                load_four(b, b_at + step_b::line(part) + step_b::line(k));
+                if (C > 4)
+                    load_four(b + 4, b_at + step_b::line(part) + step_b::line(k) + 4 * s.CG);
             },
             [&] {
                 if (in_chunks)
