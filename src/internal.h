@@ -165,6 +165,7 @@ enum {
     HEED_FOR_LONG = 1 << 29,   /* fewer than HEED_LONG rows and keys likewise */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
+    HEED_FOR_ROOM = 1 << 26,   /* what it needs more memory for than q, k, v and o have gets it only by name */
 };
 #define HEED_ROWS 128 /* docs/tuning.md, section 1 */
 #define HEED_NARROW 32

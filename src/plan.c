@@ -260,6 +260,19 @@ static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, 
     return 1;
 }
 
+/* Whether its workspace would be larger than q, k, v and o together: many sequences of few rows, in few and narrow heads. */
+static int wants_too_much(const heed_kernel *k, const heed_problem *p, const heed_device *d, char *why, size_t size)
+{
+    const heed_attention *a = &p->a;
+    const int64_t elements = heed_elements(&a->q) + heed_elements(&a->k) + heed_elements(&a->v) + heed_elements(&a->o);
+    const size_t inputs = (size_t)elements * heed_dtype_size(a->q.dtype);
+    if (!(k->uses & HEED_FOR_ROOM))
+        return 0;
+    const size_t bytes = k->workspace(p, &(heed_plan){ .kernel = k, .device = *d });
+    snprintf(why, size, "would need %zu bytes of workspace, q, k, v and o are %zu", bytes, inputs);
+    return bytes > inputs;
+}
+
 static const heed_kernel *named(const char *name)
 {
     for (int i = 0; i < heed_kernel_total; i++)
@@ -342,7 +355,8 @@ heed_status heed_choose(const heed_problem *p, const heed_device *d, const char 
         const heed_kernel *k = &heed_kernels[i];
         if (!is_candidate(k, p, d))
             continue;
-        if (fits(k, p, d, reason, sizeof reason) && !is_too_short(k, p, reason, sizeof reason))
+        if (fits(k, p, d, reason, sizeof reason) && !is_too_short(k, p, reason, sizeof reason) &&
+            !wants_too_much(k, p, d, reason, sizeof reason))
             return take(k, p, d, 0, plan, why);
         say(why, "%s: passed over: %s\n", k->name, reason);
         candidates++;

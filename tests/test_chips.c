@@ -168,6 +168,14 @@ static int lines_in(const char *text)
     return lines;
 }
 
+/* Bytes of q, k, v and o. */
+static size_t inputs_of(const heed_problem *p)
+{
+    const heed_attention *a = &p->a;
+    return (size_t)(heed_elements(&a->q) + heed_elements(&a->k) + heed_elements(&a->v) + heed_elements(&a->o)) *
+           heed_dtype_size(a->q.dtype);
+}
+
 /* The row that the planner should take, by the needs each states, and how many candidates come before it. */
 static const heed_kernel *first_that_fits(const heed_problem *p, const heed_device *d, int *before)
 {
@@ -180,6 +188,7 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
         if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
             HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses) &&
             (!(k->uses & HEED_FOR_LONG) || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG) &&
+            (!(k->uses & HEED_FOR_ROOM) || k->workspace(p, NULL) <= inputs_of(p)) &&
             heed_is_small(p, k->uses, why, sizeof why))
             return k;
         ++*before;
@@ -463,28 +472,59 @@ TEST(the_last_row_of_each_type_takes_everything_from_turing_on)
         }
 }
 
-/* Of 16-bit problems on Hopper, also where as many as eight heads share keys. */
+/* Rows begin at multiples of 16 bytes. */
+static heed_tensor padded(heed_dtype dtype, int64_t b, int64_t h, int64_t s, int64_t d)
+{
+    heed_tensor t = shape(dtype, b, h, s, d);
+    const int64_t row = (d + 7) / 8 * 8;
+    memcpy(t.stride, (int64_t[4]){ h * s * row, s * row, row, 1 }, sizeof t.stride);
+    return t;
+}
+
+/* A backward of 16 bits on Hopper; of so many sequences end to end, or of a batch of 3. */
+static void expect_room(const heed_device *d, const int64_t heads[2], int64_t rows, int64_t keys, int64_t D, int64_t Dv,
+                        int sequences)
+{
+    static const int32_t offsets[1];
+    const int64_t batch = sequences ? 1 : 3;
+    const heed_dtype type = rows % 2 ? HEED_F16 : HEED_BF16;
+    sample s = { .pass = HEED_BACKWARD };
+    s.a.q = padded(type, batch, heads[0], rows, D), s.a.k = padded(type, batch, heads[1], keys, D);
+    s.a.v = padded(type, batch, heads[1], keys, Dv), s.a.o = padded(type, batch, heads[0], rows, Dv);
+    s.a.lse = shape(HEED_F32, batch, heads[0], rows, 1);
+    s.g.d_o = s.a.o, s.g.d_q = s.a.q, s.g.d_k = s.a.k, s.g.d_v = s.a.v;
+    if (D % 3 == 0)
+        s.a.sink = s.g.d_sink = shape(HEED_F32, 1, heads[0], 1, 1);
+    if (sequences)
+        s.a.offsets_q = s.a.offsets_k = offsets, s.a.sequences = sequences, s.a.max_rows = rows, s.a.max_keys = keys;
+    const heed_problem p = check(&s);
+    heed_plan plan;
+    assert_int_equal(heed_choose(&p, d, NULL, &plan, NULL), HEED_OK);
+    if (strstr(plan.kernel->name, "sm90") && plan.workspace_bytes > inputs_of(&p))
+        fail_msg("%s, D %d, Dv %d, %d rows, %d keys, %d and %d heads, %d sequences: %zu bytes for %zu of q, k, v and o",
+                 plan.kernel->name, (int)D, (int)Dv, (int)rows, (int)keys, (int)heads[0], (int)heads[1], (int)p.B,
+                 plan.workspace_bytes, inputs_of(&p));
+}
+
 TEST(the_backwards_workspace_is_no_larger_than_its_inputs)
 {
-    static const int64_t head_dims[] = { 64, 96, 128, 192, 256 };
+    static const int64_t sizes[] = { 1, 2, 7, 8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 112, 128, 136, 192, 200, 256 };
+    static const int64_t lengths[] = { 1, 2, 15, 64, 129, 193, 257, 511, 512, 600, 1000, 4096, 65536 };
+    static const int64_t heads[][2] = { { 1, 1 }, { 2, 1 }, { 4, 4 }, { 8, 4 }, { 8, 1 }, { 16, 1 }, { 64, 1 } };
+    static const int sequences[] = { 0, 1, 30, 1000 };
     heed_device d;
     if (!has_cuda_rows())
         skip();
     assert_int_equal(heed_device_named("h200", &on_gpu, &d), HEED_OK);
-    for (int n = 0; n < COUNT(head_dims); n++)
-        for (int64_t key_heads = 1; key_heads <= 8; key_heads *= 2) {
-            const int64_t D = head_dims[n];
-            sample s = sample_of(HEED_BACKWARD, HEED_BF16, 4096, 4096, D, D);
-            s.a.q.shape[1] = s.a.o.shape[1] = s.a.lse.shape[1] = 8, s.a.k.shape[1] = s.a.v.shape[1] = key_heads;
-            s.g.d_o = s.a.o, s.g.d_q = s.a.q, s.g.d_k = s.a.k, s.g.d_v = s.a.v;
-            heed_problem p = check(&s);
-            heed_plan plan;
-            assert_int_equal(heed_choose(&p, &d, NULL, &plan, NULL), HEED_OK);
-            const size_t inputs = (size_t)(2 * (heed_elements(&s.a.q) + heed_elements(&s.a.k)) * 2);
-            if (strstr(plan.kernel->name, "sm90") && plan.workspace_bytes > inputs)
-                fail_msg("%s, D %d, %d key heads: %zu bytes for %zu of q, k, v and o", plan.kernel->name, (int)D,
-                         (int)key_heads, plan.workspace_bytes, inputs);
-        }
+    for (int n = 0; n < COUNT(sizes); n++)
+        for (int l = 0; l < COUNT(lengths) * COUNT(lengths); l++)
+            for (int h = 0; h < COUNT(heads); h++)
+                for (int i = 0; i < COUNT(sequences); i++) {
+                    const int64_t rows = lengths[l / COUNT(lengths)], keys = lengths[l % COUNT(lengths)];
+                    expect_room(&d, heads[h], rows, keys, sizes[n], sizes[n], sequences[i]);
+                    expect_room(&d, heads[h], rows, keys, sizes[n], 64, sequences[i]);
+                    expect_room(&d, heads[h], rows, keys, 128, sizes[n], sequences[i]);
+                }
 }
 
 int main(void)

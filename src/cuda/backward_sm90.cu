@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(128)
 
 struct term_rows {
     float *L, *delta; /* [batches][Hq][pitch] */
-    uint4 *terms;     /* as many, where dQ is summed, of -L / c and -delta: both_terms() */
+    uint2 *terms;     /* as many, where dQ is summed, of -L / c and -delta: both_terms(), */
+    uint32_t *least;  /* whose last numbers are here */
     float inverse;    /* 1 / c */
     dq_sums sums;
     int *turns;    /* of as many places: they start at 0, as do */
@@ -220,9 +221,11 @@ __global__ void __launch_bounds__(256)
         const int64_t at = (int64_t)bh * t.pitch + own;
         if (!t.terms || a.d_sink.data)
             t.L[at] = none ? CUDART_INF_F : L, t.delta[at] = none ? 0.0f : delta + sum[0];
-        if (t.terms)
-            t.terms[at] = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse,
-                                     none ? 0.0f : -(delta + sum[0]));
+        if (t.terms) {
+            const uint4 x = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse,
+                                       none ? 0.0f : -(delta + sum[0]));
+            t.terms[at] = make_uint2(x.x, x.z), t.least[at] = x.y & 0xFFFF | x.w << 16;
+        }
     }
 }
 
@@ -292,7 +295,7 @@ static int64_t pitch_of(const heed_problem *p) { return (p->a.q.shape[2] + 3) / 
 void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *p, const heed_tensor *rows_of, int rows,
                           int grid)
 {
-    const size_t pieces = (size_t)(rows_of->shape[0] * rows_of->shape[2] / rows + p->B + 1);
+    const size_t pieces = (size_t)(rows_of->shape[0] * rows_of->shape[2] / rows + p->B); /* see piece_at() */
     t->rows = rows, t->grid = grid, t->grouped = false;
     t->lengths = (int *)space->take((size_t)p->B * sizeof(int));
     t->pieces = (piece *)space->take(pieces * sizeof(piece));
@@ -313,40 +316,65 @@ heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table 
     return launch(find_pieces, tiles_of((int64_t)a.B * (keys.tiles + queries.tiles), 4), 128, 0, x, a, keys, queries);
 }
 
-/* A softcap takes registers that are not there beside dQ. */
-static bool has_sums(const heed_problem *p, const backward_form &form)
+/* Whether dQ goes out with the only tile of keys, so that there is nothing to sum: can_leave() will say so, too. */
+static bool has_one_tile(const heed_problem *p, const backward_form &form)
 {
-    return form.all.launch && p->g.d_q.data && !(p->a.softcap > 0);
+    const heed_attention &a = p->a;
+    const bool same = !a.lengths_q && !a.lengths_k && !a.offsets_q && !a.offsets_k; /* length of all sequences */
+    return form.all.leaves && p->full.keys > 0 && p->full.keys <= form.all.rows && same && p->left == HEED_UNBOUNDED &&
+           p->right == HEED_UNBOUNDED && p->D % 8 == 0 && !p->g.accumulate && p->g.d_q.dtype != HEED_F32;
 }
 
-/* Returns the bytes that it takes. */
-static size_t lay_out(const heed_problem *p, const backward_form &form, void *memory, tables *t)
+/* Returns the bytes that it takes; sums: of dQ, by one kernel for all gradients. */
+static size_t lay_out(const heed_problem *p, const backward_form &form, bool sums, void *memory, tables *t)
 {
     workspace space = { (char *)memory, 0 };
-    const bool sums = has_sums(p, form);
     const size_t terms = (size_t)(p->a.q.shape[0] * p->Hq * pitch_of(p)) * sizeof(float);
-    t->terms.L = (float *)space.take(terms);
-    t->terms.delta = (float *)space.take(terms);
-    t->terms.sums.data = NULL, t->terms.terms = NULL;
+    const bool numbers = !sums || p->g.d_sink.data; /* L and delta are wanted as such */
+    t->terms.L = (float *)space.take(numbers ? terms : 0);
+    t->terms.delta = (float *)space.take(numbers ? terms : 0);
+    t->terms.sums.data = NULL, t->terms.terms = NULL, t->terms.least = NULL;
     if (sums) {
         const int64_t rows = p->a.q.shape[0] * p->a.q.shape[2];
         dq_sums &to = t->terms.sums;
-        to.strips = (int)(rows / 16 + p->B + 1), to.width = form.all.head_dim;
-        to.data = (float *)space.take((size_t)(p->Hq * to.strips * 16 * to.width) * sizeof(float));
-        t->terms.places = (int)((rows / COLUMNS + p->B + 1) * p->Hq);
-        t->terms.terms = (uint4 *)space.take(terms * 4);
+        to.strips = (int)(rows / 16 + p->B);
+        to.width = HEED_MAX((int)(p->D + 7) / 8 * 8, narrowest_sums(form.all.head_dim));
+        const int64_t rows_of_sums = has_one_tile(p, form) ? 0 : p->Hq * to.strips * 16;
+        to.data = (float *)space.take((size_t)(rows_of_sums * to.width) * sizeof(float));
+        t->terms.places = (int)((rows / COLUMNS + p->B) * p->Hq);
+        t->terms.terms = (uint2 *)space.take(terms * 2);
+        t->terms.least = (uint32_t *)space.take(terms);
         t->terms.turns = (int *)space.take((size_t)t->terms.places * TURN_APART * sizeof(int));
     }
     t->terms.counters = (int *)space.take(2 * sizeof(int));
     heed_sm90_take_table(&space, &t->of[0], p, &p->a.k, sums ? form.all.rows : form.dkv.rows, sums ? COLUMNS : 1);
-    heed_sm90_take_table(&space, &t->of[1], p, &p->a.q, form.dq.rows, 1);
+    t->of[1] = {};
+    t->of[1].rows = form.dq.rows;
+    if (!sums)
+        heed_sm90_take_table(&space, &t->of[1], p, &p->a.q, form.dq.rows, 1);
     return space.bytes;
+}
+
+/* Whether one kernel makes all gradients. A softcap takes registers that are not there beside dQ; and sums of dQ for few keys
+ * or many heads that share them may be larger than q, k, v and o together. Asked of one sequence and one head of keys, so that
+ * neither the batch nor the heads decide about the bits. */
+static bool has_sums(const heed_problem *p, const backward_form &form)
+{
+    if (!form.all.launch || !p->g.d_q.data || p->a.softcap > 0)
+        return false;
+    heed_problem one = *p;
+    tables t;
+    one.Hq = one.G, one.Hk = 1;
+    if (!p->a.offsets_q && !p->a.offsets_k)
+        one.B = one.a.q.shape[0] = one.a.k.shape[0] = 1;
+    const int64_t rows = one.a.q.shape[0] * one.a.q.shape[2] * one.Hq + one.a.k.shape[0] * one.a.k.shape[2];
+    return lay_out(&one, form, true, NULL, &t) <= (size_t)(rows * (p->D + p->Dv) * 2);
 }
 
 size_t heed_sm90_backward_bytes(const heed_problem *p, const backward_form &form)
 {
     tables t;
-    return lay_out(p, form, NULL, &t);
+    return lay_out(p, form, has_sums(p, form), NULL, &t);
 }
 
 /* Maps of the queries' side (Q, dO) and the keys' (K, V), for tiles of so many rows. */
@@ -502,9 +530,9 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
     heed_status status = device.status;
     if (status || (status = heed_cuda_device(x->device, &chip)) || (status = heed_cuda_args(p, &job.a)))
         return status;
-    lay_out(p, form, x->workspace, &t);
+    lay_out(p, form, has_sums(p, form), x->workspace, &t);
     job.rule = rule_of(job.a);
-    if (t.terms.terms && fabsf(job.rule.c) < 1e-30f)
+    if (t.terms.sums.data && fabsf(job.rule.c) < 1e-30f)
         job.rule.c = 1e-30f; /* so that there is an L / c */
     t.terms.inverse = 1.0f / job.rule.c;
     const term_rows &terms = t.terms;
@@ -512,7 +540,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
         return status;
     if (is_nothing(p))
         return clear_all(p, job.a, x);
-    job.L = terms.L, job.delta = terms.delta, job.terms = terms.terms, job.pitch = terms.pitch;
+    job.L = terms.L, job.delta = terms.delta, job.terms = terms.terms, job.least = terms.least, job.pitch = terms.pitch;
     job.sums = terms.sums, job.turns = terms.turns, job.any_order = x->nondeterministic;
     job.grouped = t.of[0].grouped;
     status = run(&job, p, t, form, chip.units, x);

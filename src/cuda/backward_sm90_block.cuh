@@ -22,7 +22,7 @@ struct score_rule {
 
 /* Sums of dQ, [Hq][strips][16 width]. A strip is 16 rows as a warp holds them: 8 columns of all rows lie together, and of
  * these four floats of each lane, which are those of two columns and of the rows r and r + 8. Each sequence begins a
- * strip. at(): from `row` on, a multiple of 16. */
+ * strip. They are as wide as dQ, not as the kernel, see narrowest_sums(). at(): from `row` on, a multiple of 16. */
 struct dq_sums {
     float *data; /* NULL: there are none */
     int strips, width;
@@ -40,7 +40,8 @@ struct backward_job {
     dq_sums sums;
     int *turns; /* by place_of(): how many tiles of keys, of all that the sequence has, a tile of dQ is past; 0: none */
     const float *L, *delta;
-    const uint4 *terms; /* of as many rows, where dQ is summed: both_terms() */
+    const uint2 *terms;    /* of as many rows, where dQ is summed: both_terms(), without */
+    const uint32_t *least; /* the last number of each */
     int pitch;
     score_rule rule;
     const struct piece *pieces; /* by piece_at() */
@@ -100,10 +101,15 @@ __device__ inline dq_share share_of(const backward_job &p, const piece &w, int f
 
 /* Where a strip of 16 rows of a tile of dQ lies on its way out, in boxes of 64 columns from a multiple of 1024 bytes on, as
  * the copy engine wants them: within the place of its sums, which its warp has read by then. */
-template <class C> __device__ inline uint32_t strip_at(uint32_t stage, int strip)
+template <class C> __device__ inline uint32_t strip_at(uint32_t stage, int width, int strip)
 {
-    return (stage + 1023 & ~1023u) + strip * (C::D * 64);
+    if (C::D == 64 && width <= 32)
+        return stage + width * 256 + strip * 2048; /* there is room behind all sums */
+    return stage + strip * (width * 64) + 1023 & ~1023u;
 }
+
+/* So that there is room for the boxes, and at D = 128, where the stage begins anywhere, for what comes before. */
+__host__ __device__ constexpr int narrowest_sums(int head_dim) { return head_dim == 64 ? 8 : head_dim == 96 ? 64 : 80; }
 
 /* Turns are so many numbers apart: those who ask for one again and again should not hold up the others. */
 constexpr int TURN_APART = 8;
@@ -195,6 +201,7 @@ struct backward_shape {
     static constexpr bool BY_ROLE = SOON && PASS;     /* K and V come apart: each has a role that gives it back */
     static constexpr int WORKS = ADDS || SOON ? 2 : SLOTS; /* pieces of work that are known at a time */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
+    static constexpr int STAGE_AT = ADDS && D < 128 ? 1024 : 16; /* a multiple of this */
 };
 
 template <class C> struct backward_shared {
@@ -205,7 +212,8 @@ template <class C> struct backward_shared {
     char dS[C::ADDS && !C::PASS ? C::DS : 1][C::ADDS && !C::PASS ? C::ROWS * 128 : 16];
     uint4 terms[C::ADDS && !C::NUMBERS ? C::FIRST : 1][C::ADDS && !C::NUMBERS ? COLUMNS : 1],
         ones[3][C::ADDS && !C::NUMBERS ? 8 : 1]; /* see add_term(); memcheck wants 2 KB from each on */
-    float4 stage[C::ADDS ? 2 : 1][C::ADDS ? COLUMNS * C::HEAD / 4 : 1]; /* tiles of dQ on their way to the sums */
+    /* Tiles of dQ on their way to the sums. At D = 128 there is no room to align them. */
+    alignas(C::STAGE_AT) float4 stage[C::ADDS ? 2 : 1][C::ADDS ? COLUMNS * C::HEAD / 4 : 1];
     uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
     float L[C::NUMBERS ? C::FIRST : 1][C::NUMBERS ? COLUMNS : 1];
     float delta[C::NUMBERS ? C::SECOND : 1][C::NUMBERS ? COLUMNS : 1]; /* of the tiles in the rings */

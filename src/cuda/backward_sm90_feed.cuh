@@ -146,8 +146,12 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
             wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
             bring(s.delta[second], delta0, delta1, &s.second_full[second]);
         } else {
-            const uint4 none = make_uint4(0, 0, 0, 0), *const terms = p.terms + at;
-            const uint4 x = live > 0 ? terms[0] : none, y = live > 32 ? terms[32] : none;
+            const auto terms = [&](int row) {
+                const uint2 most = live > row ? p.terms[at + row] : make_uint2(0, 0);
+                const uint32_t least = live > row ? p.least[at + row] : 0;
+                return make_uint4(most.x, least & 0xFFFF, most.y, least >> 16);
+            };
+            const uint4 x = terms(0), y = terms(32);
             describe(has_large(p, x) || has_large(p, y));
             s.terms[first][lane] = x, s.terms[first][lane + 32] = y;
             fence_async();
@@ -347,7 +351,7 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
     const int after = LEAVES || row / COLUMNS < w.alone ? w.turn : p.grouped ? w.tile + 2 : 0;
     const bool first = LEAVES ? !share.adds(tile) : after == 0, last = LEAVES && share.leaves(tile);
     const uint32_t stage = shared_address(s.stage[tile % 2]), free = shared_address(&s.stage_free[tile % 2]);
-    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * C::HEAD * (int)sizeof(float);
+    const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * p.sums.width * (int)sizeof(float);
     int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
     float *sums = p.sums.at(h, w.sums, row);
     asm volatile("" : "+l"(sums)); /* known before the turn comes: from then on others wait */
@@ -365,8 +369,8 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
         if constexpr (LEAVES && !C::NUMBERS) /* else it has gone from the registers */
             for (int strip = 0; strip < COLUMNS / 16; strip++)
                 for (int i = 0; i * 64 < C::D; i++)
-                    store_box(strip_at<C>(stage, strip) + i * 2048, p.out.map, i * 64, w.other_row + row + strip * 16,
-                              h * p.out.head_on, w.other_batch * p.out.batch_on);
+                    store_box(strip_at<C>(stage, p.sums.width, strip) + i * 2048, p.out.map, i * 64,
+                              w.other_row + row + strip * 16, h * p.out.head_on, w.other_batch * p.out.batch_on);
     } else if (first)
         bulk_store(sums, stage, bytes);
     else

@@ -34,12 +34,14 @@ template <class C> __device__ inline void announce(backward_shared<C> &s, int ti
 
 /* N columns of a strip of 16 rows go out: those of the sums, which are there if reads, join them first. */
 template <class T, class C, int N, int FIRST>
-__device__ inline void see_out(float (&dQ)[N / 2], float scale, float4 *sums, uint32_t strip, bool reads)
+__device__ inline void see_out(float (&dQ)[N / 2], float scale, float4 *sums, int width, uint32_t strip, bool reads)
 {
     const int lane = threadIdx.x % 32, row = lane % 16;
     if (reads)
 #pragma unroll
         for (int i = 0; i < N / 8; i++) {
+            if (FIRST + 8 * i >= width)
+                continue;
             const float4 x = sums[i * 32];
             dQ[4 * i] += x.x, dQ[4 * i + 1] += x.y, dQ[4 * i + 2] += x.z, dQ[4 * i + 3] += x.w;
         }
@@ -77,15 +79,17 @@ __device__ inline void sum_columns(const backward_job &p, backward_shared<C> &s,
     }
     if (FIRST == 0)
         wait(shared_address(&s.stage_free[tile % 2]), tile / 2 & 1 ^ !LEAVES); /* see take_turn() */
-    float4 *const to = s.stage[tile % 2] + threadIdx.x / 32 % 4 * (4 * C::D) + FIRST * 4 + threadIdx.x % 32;
+    const int warp = threadIdx.x / 32 % 4, width = p.sums.width;
+    float4 *const to = s.stage[tile % 2] + warp * (4 * width) + FIRST * 4 + threadIdx.x % 32;
     if (LEAVES && share.leaves(tile)) {
-        see_out<T, C, N, FIRST>(dQ, p.a.scale, to, strip_at<C>(shared_address(s.stage[tile % 2]), threadIdx.x / 32 % 4),
+        see_out<T, C, N, FIRST>(dQ, p.a.scale, to, width, strip_at<C>(shared_address(s.stage[tile % 2]), width, warp),
                                 share.reads(tile));
         return;
     }
 #pragma unroll
     for (int i = 0; i < N / 8; i++)
-        to[i * 32] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
+        if (FIRST + 8 * i < width)
+            to[i * 32] = make_float4(dQ[4 * i], dQ[4 * i + 1], dQ[4 * i + 2], dQ[4 * i + 3]);
 }
 
 /* All columns; the owner of dQ, who has few registers, takes 64 at a time. last: K is not needed any more. */
