@@ -355,9 +355,9 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, bool sum
     return space.bytes;
 }
 
-/* Whether one kernel makes all gradients. A softcap takes registers that are not there beside dQ; and sums of dQ for few keys
- * or many heads that share them may be larger than q, k, v and o together. Asked of one sequence and one head of keys, so that
- * neither the batch nor the heads decide about the bits. */
+/* Whether one kernel makes all gradients. A softcap takes registers that are not there beside dQ; and sums of dQ for few
+ * keys or many narrow heads that share them may be larger than HEED_ROOM. Asked of one sequence and one head of keys, so
+ * that neither the batch nor the heads decide about the bits. */
 static bool has_sums(const heed_problem *p, const backward_form &form)
 {
     if (!form.all.launch || !p->g.d_q.data || p->a.softcap > 0)
@@ -368,7 +368,7 @@ static bool has_sums(const heed_problem *p, const backward_form &form)
     if (!p->a.offsets_q && !p->a.offsets_k)
         one.B = one.a.q.shape[0] = one.a.k.shape[0] = 1;
     const int64_t rows = one.a.q.shape[0] * one.a.q.shape[2] * one.Hq + one.a.k.shape[0] * one.a.k.shape[2];
-    return lay_out(&one, form, true, NULL, &t) <= (size_t)(rows * (p->D + p->Dv) * 2);
+    return lay_out(&one, form, true, NULL, &t) <= HEED_ROOM((size_t)(rows * (p->D + p->Dv) * 2));
 }
 
 size_t heed_sm90_backward_bytes(const heed_problem *p, const backward_form &form)
