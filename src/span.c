@@ -38,6 +38,10 @@ static int64_t gcd_and_inverse(int64_t a, int64_t m, int64_t *inverse)
 /* The first j >= 0 with position + j * step divisible by stride, or -1; *every: how many keys until the next. */
 static int64_t first_visible(int64_t position, int64_t step, int64_t stride, int64_t *every)
 {
+    if (step == 1 && stride == 1) { /* nearly always */
+        *every = 1;
+        return 0;
+    }
     int64_t inverse, gcd = gcd_and_inverse(step % stride ? step % stride : stride, stride, &inverse);
     *every = stride / gcd;
     if (position % gcd)

@@ -23,12 +23,6 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
         b->V = (right){ b->values, stacked_ld(width), PANEL, width };
 }
 
-static void finish_block(const forward_block *b)
-{
-    for (int64_t r = 0; r < b->rows; r++)
-        finish_row(b, r, b->O + r * b->f->ldo, b->m[r], b->l[r]);
-}
-
 /* How many chunks the keys of a sequence are cut into: 1, they are not. */
 static int64_t chunks_of(const heed_span *s)
 {

@@ -104,8 +104,8 @@ typedef struct forward_block {
     const heed_span *span;
     int64_t hk, rows, tiles;
     query row[BR];
-    float m[BR + W], l[BR + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
-    char started[BR];           /* tile: O holds something */
+    _Alignas(64) float m[BR + W], l[BR + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
+    char started[BR];                        /* tile: O holds something */
     left Q;
     float *room, *S, *P, *O; /* room: for rows of Q that cannot be used where they lie */
     right K, V;              /* of key 0 */
@@ -214,7 +214,7 @@ static int tile_scores(forward_block *b, forward_tile *x, int64_t t, int64_t n0,
     float c = j->changes ? LOG2E : j->s_scale * LOG2E;
 #if HEED_SPLIT
     if (!j->p->drop_below) {
-        softmax_begin(&x->weights, b->P, S, b->m + r0, b->l + r0, x->keep, rows, from, to, c, &b->next);
+        softmax_begin(&x->weights, b->P, S, b->m + r0, x->keep, rows, from, to, c, &b->next);
         return 1;
     }
     x->weights.work.step = weigh, x->weights.row = x->weights.rows = 0;
@@ -236,7 +236,7 @@ static void tile_values(forward_block *b, forward_tile *x, int64_t n1, int *fini
     int pairs = b->is_direct ? DIRECT_DOT : HEED_DOT;
 #if HEED_SPLIT
     if (!j->p->drop_below)
-        softmax_end(&x->weights, b->l + x->r0);
+        softmax_end(&x->weights, b->l + x->r0, x->keep);
     (void)n1, (void)finite, (void)all_first, (void)all_last;
 #endif
     for (int64_t r = 0; r < rows && j->p->drop_below; r++) {
@@ -288,8 +288,8 @@ static float lse_of(const job *j, query q, float m, float l, float *scale)
     return (float)(top + logf((float)sum));
 }
 
-/* Normalises row r of the block, adds the sink, writes o and lse. */
-static inline void finish_row(const forward_block *b, int64_t r, float *O, float m, float l)
+/* Normalises row r of the block, adds the sink, writes o, which is of that type, and lse. */
+INLINE void finish_row_as(heed_dtype type, const forward_block *b, int64_t r, float *O, float m, float l)
 {
     const heed_attention *a = &b->j->p->a;
     int64_t Dv = b->j->p->Dv, batch = b->span->q_batch, h = b->row[r].h, row = b->span->q_row + b->row[r].i;
@@ -302,11 +302,24 @@ static inline void finish_row(const forward_block *b, int64_t r, float *O, float
     if (scale == 0) /* nothing was seen, and O may never have been written */
         memset(O, 0, (size_t)Dv * sizeof *O);
     char *o = (char *)a->o.data +
-              (batch * a->o.stride[0] + h * a->o.stride[1] + row * a->o.stride[2]) * (a->o.dtype == HEED_F32 ? 4 : 2);
-    store_row(o, a->o.dtype, a->o.stride[3], O, Dv, scale);
+              (batch * a->o.stride[0] + h * a->o.stride[1] + row * a->o.stride[2]) * (type == HEED_F32 ? 4 : 2);
+    store_row_as(type, o, a->o.stride[3], O, Dv, scale);
     if (a->lse.data)
         ((float *)a->lse.data)[batch * a->lse.stride[0] + h * a->lse.stride[1] + row * a->lse.stride[2]] = lse;
 }
+
+static void finish_row(const forward_block *b, int64_t r, float *O, float m, float l)
+{
+    FOR_TYPE(b->j->p->a.o.dtype, finish_row_as, b, r, O, m, l);
+}
+
+INLINE void finish_block_as(heed_dtype type, const forward_block *b)
+{
+    for (int64_t r = 0; r < b->rows; r++)
+        finish_row_as(type, b, r, b->O + r * b->f->ldo, b->m[r], b->l[r]);
+}
+
+static void finish_block(const forward_block *b) { FOR_TYPE(b->j->p->a.o.dtype, finish_block_as, b); }
 
 /* Q of the block's rows; they may belong to several heads. The direct form multiplies by K as it is: the power of two
  * that is otherwise in K goes into Q. With HEED_SPLIT their largest magnitude is returned. */
@@ -384,10 +397,12 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
         if (i == b->span->rows)
             i = 0, h++;
         query_at(p, b->span, h, i, &b->row[r]);
-        b->m[r] = -INFINITY, b->l[r] = 0;
         if (b->row[r].first < b->row[r].last)
             first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
     }
+    for (int64_t r = 0; r < b->rows;
+         r += W) /* whole vectors, as they are read: loads wait for what was stored in parts */
+        vec_store(b->m + r, vec_set1(-INFINITY)), vec_store(b->l + r, vec_zero());
     b->tiles = b->is_direct ? 1 : tile_count(b->rows, tile_height(b->j, last - first));
     if (!(query_rows(b) <= SPLIT_MOST))
         leave_head(b->j, b->span->b * p->Hk + b->hk);

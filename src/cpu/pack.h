@@ -155,7 +155,7 @@ static inline int are_crowded(uint64_t step, int64_t dim, int64_t uses)
 #include "pack_split.h"
 #else
 /* Rows as a left factor: where they lie if their elements are units already, else copied to `room`, ld units apart. */
-static left left_rows(const source *x, int64_t first, int64_t last, float *room, int64_t ld)
+INLINE left left_rows(const source *x, int64_t first, int64_t last, float *room, int64_t ld)
 {
     const heed_tensor *t = x->t;
     if (t->stride[3] == 1 && t->dtype == (PER_UNIT == 1 ? HEED_F32 : HEED_BF16) && x->dim % PER_UNIT == 0 &&

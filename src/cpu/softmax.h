@@ -5,15 +5,14 @@
  */
 
 /* 2^(c (m - m')) for each row of a tile goes to keep, m' to m; m' = max(m, the largest of the row's scores). top has -inf
- * behind the last row up to a whole vector: m and l of the next tile stay as they are. */
-static void raise_maxima(float *m, float *l, const float *top, float *keep, float *base, int64_t rows, float c)
+ * behind the last row up to a whole vector: m of the next tile stays as it is. */
+static void raise_maxima(float *m, const float *top, float *keep, float *base, int64_t rows, float c)
 {
     for (int64_t r = 0; r < rows; r += W) {
         vec old = vec_load(m + r), now = vec_max(vec_load(top + r), old);
         vec floor = vec_less(now, vec_set1(-FLT_MAX), vec_zero(), now); /* no key yet: -inf - -inf would be NaN */
         vec k = vec_exp2(vec_mul(vec_sub(old, floor), vec_set1(c)));
         vec_store(m + r, now), vec_store(base + r, floor), vec_store(keep + r, k);
-        vec_store(l + r, vec_mul(vec_load(l + r), k));
     }
 }
 
@@ -39,8 +38,8 @@ INLINE void store_weights(float *P, float *S, int64_t r, int64_t i, vec x, vec y
 }
 
 /* The largest of columns [from, to) of each row of a tile raise m; l and O are to be scaled by keep. */
-INLINE void raise_tile(const float *S, float *m, float *l, float *keep, float *base, int64_t rows, int64_t from,
-                       int64_t to, float c)
+INLINE void raise_tile(const float *S, float *m, float *keep, float *base, int64_t rows, int64_t from, int64_t to,
+                       float c)
 {
     float top[MR + W] = { 0 };
     int64_t r = 0;
@@ -53,11 +52,11 @@ INLINE void raise_tile(const float *S, float *m, float *l, float *keep, float *b
     }
     for (r = rows; r < round_up(rows, W); r++)
         top[r] = -INFINITY;
-    raise_maxima(m, l, top, keep, base, rows, c);
+    raise_maxima(m, top, keep, base, rows, c);
 }
 
-/* The sums of a tile's weights, of which there are zeros behind the last row up to a multiple of 4, to l. */
-INLINE void add_sums(float *l, vec *sum, int64_t rows)
+/* l = keep l + the sums of a tile's weights, of which there are zeros behind the last row up to a multiple of 4. */
+INLINE void add_sums(float *l, const float *keep, vec *sum, int64_t rows)
 {
     for (int64_t r = rows; r < round_up(rows, 4); r++)
         sum[r] = vec_zero();
@@ -65,7 +64,7 @@ INLINE void add_sums(float *l, vec *sum, int64_t rows)
         float sums[4];
         vec_sum4(sum[r], sum[r + 1], sum[r + 2], sum[r + 3], sums);
         for (int64_t i = 0; i < HEED_MIN(4, rows - r); i++)
-            l[r + i] += sums[i];
+            l[r + i] = keep[r + i] * l[r + i] + sums[i];
     }
 }
 
@@ -90,7 +89,7 @@ static inline void softmax_tile(float *P, float *S, float *m, float *l, float *k
 {
     float base[MR + W];
     vec sum[MR + W];
-    raise_tile(S, m, l, keep, base, rows, from, to, c);
+    raise_tile(S, m, keep, base, rows, from, to, c);
     for (int64_t r = 0; r < rows; r++) {
         vec of_row[2] = { vec_zero(), vec_zero() };
         int64_t i = from;
@@ -101,7 +100,7 @@ static inline void softmax_tile(float *P, float *S, float *m, float *l, float *k
             weigh_pair(P, S, r, i, to, vec_set1(base[r]), vec_set1(c), of_row, as_units);
         sum[r] = vec_add(of_row[0], of_row[1]);
     }
-    add_sums(l, sum, rows);
+    add_sums(l, keep, sum, rows);
 }
 
 #if HEED_SPLIT
@@ -137,23 +136,23 @@ static void weigh(meanwhile *work)
     ask(w->next);
 }
 
-static void softmax_begin(weighing *w, float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from,
+static void softmax_begin(weighing *w, float *P, float *S, float *m, float *keep, int64_t rows, int64_t from,
                           int64_t to, float c, ahead *next)
 {
     w->work.step = weigh, w->P = P, w->S = S, w->row = 0, w->column = from, w->rows = rows, w->from = from, w->to = to,
     w->c = c;
     w->next = next;
-    raise_tile(S, m, l, keep, w->base, rows, from, to, c);
+    raise_tile(S, m, keep, w->base, rows, from, to, c);
     memset(w->sum, 0, sizeof w->sum);
 }
 
-static void softmax_end(weighing *w, float *l)
+static void softmax_end(weighing *w, float *l, const float *keep)
 {
     vec sum[MR + W];
     while (w->row < w->rows)
         weigh(&w->work);
     for (int64_t r = 0; r < w->rows; r++)
         sum[r] = vec_add(w->sum[r][0], w->sum[r][1]);
-    add_sums(l, sum, w->rows);
+    add_sums(l, keep, sum, w->rows);
 }
 #endif

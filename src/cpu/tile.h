@@ -198,8 +198,9 @@ INLINE void tile(const int R, const int N, const int transposed, float *C, int64
 EACH_R(TILES)
 static tile_fn *const tiles[MR][NR][2] = { EACH_R(TILE_NAMES) }; /* [rows - 1][vectors - 1][transposed] */
 
-/* C [rows x vecs W] = A B, or keep C + A B as in tile(); K in units. Meanwhile asking_steps() of `next`, where given. */
-static void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
+/* C [rows x vecs W] = A B, or keep C + A B as in tile(); K in units. Meanwhile asking_steps() of `next`, where given. Inline, as
+ * are those below: A and B, just made, would be stored in parts and loaded as a whole, for which a load waits. */
+INLINE void multiply(float *C, int64_t ldc, left A, right B, int64_t rows, int64_t vecs, int64_t K, const float *keep,
                      ahead *next)
 {
     int64_t count = tile_count(rows, MR);
@@ -246,9 +247,11 @@ INLINE void sum_turn(const int R, const int N, const int onto, vec acc[MR][NR], 
 }
 
 /* R rows, panel after panel. Before panel 0 there are no old sums: zeros go to its place, whatever that holds. */
-INLINE void scores(const int R, const int N, float *C, const float *A, int64_t lda, right B, int64_t panels, int64_t K)
+INLINE void scores(const int R, const int N, float *C, const float *A, int64_t lda, const right *from, int64_t panels,
+                   int64_t K)
 {
     vec acc[MR][NR];
+    right B = *from;
     float *old = C;
     int64_t half = HALVES ? K / 2 : K;
     each(r, R)
@@ -271,10 +274,10 @@ INLINE void scores(const int R, const int N, float *C, const float *A, int64_t l
         }
 }
 
-typedef void scores_fn(float *C, const float *A, int64_t lda, right B, int64_t panels, int64_t K);
+typedef void scores_fn(float *C, const float *A, int64_t lda, const right *B, int64_t panels, int64_t K);
 
 #define SCORES(R, N)                                                                                                   \
-    static void scores_##R##_##N(float *C, const float *A, int64_t lda, right B, int64_t panels, int64_t K)            \
+    static void scores_##R##_##N(float *C, const float *A, int64_t lda, const right *B, int64_t panels, int64_t K)     \
     {                                                                                                                  \
         scores(R, N, C, A, lda, B, panels, K);                                                                         \
     }
@@ -284,7 +287,7 @@ EACH_R(SCORES_PAIR)
 static scores_fn *const scores_of[MR][NR] = { EACH_R(SCORES_NAMES) }; /* [rows - 1][vectors - 1] */
 
 /* C [rows x vecs W] = A B for up to MR rows that are LDS apart; K in units. */
-static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K, meanwhile *work)
+INLINE void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vecs, int64_t K, meanwhile *work)
 {
     (void)work;
     int64_t panels = vecs / NR;
@@ -293,9 +296,9 @@ static void multiply_scores(float *C, left A, right B, int64_t rows, int64_t vec
         return;
     }
     if (panels)
-        scores_of[rows - 1][NR - 1](C, A.data, A.ld, B, panels, K);
+        scores_of[rows - 1][NR - 1](C, A.data, A.ld, &B, panels, K);
     B.data += panels * B.next;
     if (vecs % NR)
-        scores_of[rows - 1][0](C + panels * PANEL, A.data, A.ld, B, 1, K);
+        scores_of[rows - 1][0](C + panels * PANEL, A.data, A.ld, &B, 1, K);
 }
 #endif
