@@ -79,7 +79,7 @@ static void merge_chunks(const forward_run *x, forward_block *b)
                 O[d] += w * o[d];
         }
         query_at(p, b->span, b->hk * p->G + r / b->span->rows, r % b->span->rows, &b->row[0]);
-        finish_row(b, 0, O, m, l);
+        finish_row(b, O, m, l);
     }
 }
 
@@ -196,7 +196,7 @@ static void forward_padding(void *context, int64_t index, int thread)
     b.span = &s;
     for (int64_t i = s.rows; i < s.padded_rows; i++) {
         b.row[0] = (query){ .h = index % x->j.p->Hq, .i = i };
-        finish_row(&b, 0, zero, -INFINITY, 0);
+        finish_row(&b, zero, -INFINITY, 0);
     }
 }
 

@@ -288,35 +288,61 @@ static float lse_of(const job *j, query q, float m, float l, float *scale)
     return (float)(top + logf((float)sum));
 }
 
-/* Normalises row r of the block, adds the sink, writes o, which is of that type, and lse. */
-INLINE void finish_row_as(heed_dtype type, const forward_block *b, int64_t r, float *O, float m, float l)
+/* Where o and lse of a sequence are, head 0 and row 0: local to who writes them, lest each store make it all be read again. */
+typedef struct ends {
+    char *o;
+    float *lse; /* NULL: not wanted */
+    int64_t o_head, o_row, o_column, lse_head, lse_row, columns;
+    int extra; /* lse or a sink */
+} ends;
+
+INLINE ends ends_of(heed_dtype type, const forward_block *b)
 {
-    const heed_attention *a = &b->j->p->a;
-    int64_t Dv = b->j->p->Dv, batch = b->span->q_batch, h = b->row[r].h, row = b->span->q_row + b->row[r].i;
+    const heed_tensor *o = &b->j->p->a.o, *lse = &b->j->p->a.lse;
+    int64_t bytes = type == HEED_F32 ? 4 : 2, batch = b->span->q_batch, row = b->span->q_row;
+    ends e = { .o = (char *)o->data + (batch * o->stride[0] + row * o->stride[2]) * bytes, .columns = b->j->p->Dv };
+    e.o_head = o->stride[1] * bytes, e.o_row = o->stride[2] * bytes, e.o_column = o->stride[3];
+    if (lse->data)
+        e.lse = (float *)lse->data + batch * lse->stride[0] + row * lse->stride[2];
+    e.lse_head = lse->stride[1], e.lse_row = lse->stride[2];
+    e.extra = e.lse || b->j->p->a.sink.data;
+    return e;
+}
+
+/* Normalises a row, adds the sink, writes o, which is of that type, and lse. */
+INLINE void finish_row_as(heed_dtype type, const job *j, const ends e, query q, float *O, float m, float l)
+{
     float scale = 0, lse = -INFINITY;
     if (l != 0 || m != m) {
         scale = 1 / l;
-        if (a->sink.data || a->lse.data)
-            lse = lse_of(b->j, b->row[r], m, l, &scale);
+        if (e.extra)
+            lse = lse_of(j, q, m, l, &scale);
     }
     if (scale == 0) /* nothing was seen, and O may never have been written */
-        memset(O, 0, (size_t)Dv * sizeof *O);
-    char *o = (char *)a->o.data +
-              (batch * a->o.stride[0] + h * a->o.stride[1] + row * a->o.stride[2]) * (type == HEED_F32 ? 4 : 2);
-    store_row_as(type, o, a->o.stride[3], O, Dv, scale);
-    if (a->lse.data)
-        ((float *)a->lse.data)[batch * a->lse.stride[0] + h * a->lse.stride[1] + row * a->lse.stride[2]] = lse;
+        memset(O, 0, (size_t)e.columns * sizeof *O);
+    store_row_as(type, e.o + q.h * e.o_head + q.i * e.o_row, e.o_column, O, e.columns, scale);
+    if (e.lse)
+        e.lse[q.h * e.lse_head + q.i * e.lse_row] = lse;
 }
 
-static void finish_row(const forward_block *b, int64_t r, float *O, float m, float l)
+INLINE void finish_one_as(heed_dtype type, const forward_block *b, float *O, float m, float l)
 {
-    FOR_TYPE(b->j->p->a.o.dtype, finish_row_as, b, r, O, m, l);
+    finish_row_as(type, b->j, ends_of(type, b), b->row[0], O, m, l);
+}
+
+/* Row 0 of the block, whose O, m and l these are. */
+static void finish_row(const forward_block *b, float *O, float m, float l)
+{
+    FOR_TYPE(b->j->p->a.o.dtype, finish_one_as, b, O, m, l);
 }
 
 INLINE void finish_block_as(heed_dtype type, const forward_block *b)
 {
-    for (int64_t r = 0; r < b->rows; r++)
-        finish_row_as(type, b, r, b->O + r * b->f->ldo, b->m[r], b->l[r]);
+    const ends e = ends_of(type, b);
+    const int64_t rows = b->rows, ldo = b->f->ldo;
+    float *O = b->O;
+    for (int64_t r = 0; r < rows; r++, O += ldo)
+        finish_row_as(type, b->j, e, b->row[r], O, b->m[r], b->l[r]);
 }
 
 static void finish_block(const forward_block *b) { FOR_TYPE(b->j->p->a.o.dtype, finish_block_as, b); }
