@@ -4,7 +4,7 @@ Conventions. A forward costs 4 B H Sq Sk D flops, half of it when causal, a back
 torch.nn.functional.scaled_dot_product_attention can be held to (math, flash, efficient, cudnn), and flex_attention where
 it compiles. Before anything is timed, each of them is compared with the plain computation in fp64. Times are medians;
 on a GPU they are the GPU's alone, and what the CPU needs to issue a call is the column "call us", taken with tiny tensors
-(on the CPU likewise). "MiB" is the most memory a call held beyond its inputs. "ratio" is the best peer's time over heed's.
+(TINY below; on the CPU likewise). "MiB" is the most memory a call held beyond its inputs. "ratio" is the best peer's time over heed's.
 """
 import argparse
 import csv
@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections import namedtuple
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,6 +32,7 @@ DEFAULTS = {  # sequence lengths, tokens in all, width H * D, dtypes
 
 Problem = namedtuple("Problem", "dtype batch heads heads_k rows keys head_dim causal")
 Result = namedtuple("Result", Problem._fields + ("direction", "implementation", "ms", "tflops", "peak_mib", "call_us"))
+TINY = {"batch": 1, "heads": 2, "heads_k": 2, "rows": 16, "keys": 16, "head_dim": 32, "causal": False}  # for the cost of a call
 
 
 # ---- The implementations ---------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ class Bench:
     def call_us(self, problem, direction, name):
         """For a call on tiny tensors, once for each implementation: "backward" is forward and backward together."""
         if (name, direction) not in self.calls:
-            tiny = problem._replace(batch=1, heads=1, heads_k=1, rows=16, keys=16, causal=False)
+            tiny = problem._replace(**TINY)
             way = implementation(name, tiny)
             call = call_of(way, tiny, "forward", self.device)
             if direction == "backward":
@@ -172,21 +174,20 @@ class Bench:
         progress.clear()
 
 
-def overhead(device, bursts=100):
+def overhead(device, bursts=200):
     """What a call costs before it returns, beside PyTorch's, which is free to choose its own way."""
-    dtype = "bf16" if device.type == "cuda" else "fp32"
+    problem = Problem(dtype="bf16" if device.type == "cuda" else "fp32", **TINY)
     ways = {"heed": heed.attention, "PyTorch": torch.nn.functional.scaled_dot_product_attention}
-    print(f"{'us until the call returns: least, median':42}" + "".join(f"{name:>16}" for name in ways) + f"{'ratio':>8}")
-    for shape in (1, 1, 1, 8), (1, 2, 16, 32):
-        problem = Problem(dtype, shape[0], *2 * (shape[1],), *2 * (shape[2],), shape[3], False)
-        plain, _ = tensors(problem, device, False)
-        leaves, d_o = tensors(problem, device, True)
-        kinds = {"without gradient": lambda way: lambda: way(*plain), "with gradient": lambda way: lambda: way(*leaves),
-                 "forward and backward": lambda way: lambda: torch.autograd.grad(way(*leaves), leaves, d_o)}
-        for kind, call in kinds.items():
-            results = calls_us({name: call(way) for name, way in ways.items()}, device, bursts)
-            cells = "".join(f" {least:7.2f} {median:7.2f}" for least, median in results.values())
-            print(f"{describe(problem):21}{kind:21}{cells} {results['heed'][0] / results['PyTorch'][0]:7.2f}", flush=True)
+    plain, _ = tensors(problem, device, False)
+    leaves, d_o = tensors(problem, device, True)
+    kinds = {"without gradient": lambda way: partial(way, *plain), "with gradient": lambda way: partial(way, *leaves),
+             "forward and backward": lambda way: lambda: torch.autograd.grad(way(*leaves), leaves, d_o)}
+    print(f"{'us until the call returns: least, median':42}" + "".join(f"{name:>16}" for name in ways) + f"{'ratios':>12}")
+    for kind, call in kinds.items():
+        results = calls_us({name: call(way) for name, way in ways.items()}, device, bursts)
+        cells = "".join(f" {least:7.2f} {median:7.2f}" for least, median in results.values())
+        ratios = "".join(f"{ours / peer:6.2f}" for ours, peer in zip(*results.values()))
+        print(f"{describe(problem):21}{kind:21}{cells}{ratios}", flush=True)
 
 
 class Progress:
