@@ -3,7 +3,7 @@
  *
  *     head sizes to 64    each takes 64 queries of its own; dK and dV of the two are added at the end. Or each takes a head, where
  *                         queries are three times 64 and heads many: the same sums in the same order, and nobody idle
- *     to 128              both take the same 64 queries and each 64 columns: what these make of S and dP is added up
+ *     to 128              both take the same 64 queries and each half of the columns: what these make of S and dP is added up
  *     above               the same in two blocks of a cluster
  *
  * Of a round's dQ each block has what its keys make. The blocks of two neighbouring tiles of keys are in one cluster, and add it
@@ -121,34 +121,34 @@ __device__ static float *rest_at(float *rest, const args &a, int b, int h, int r
 }
 
 /* A round's dQ, of queries from `row` on of head h, from what all keys of the cluster make of it: this block's share. */
-template <shared_out BY, class Room>
+template <shared_out BY, int WIDTH, class Room>
 __device__ static void store_round(Room &room, const args &a, const span &s, int h, int row, int tile, float *rest)
 {
-    constexpr int ONCE = 2; /* loads that are on their way together */
+    constexpr int ROW = WIDTH / 4, ALL = 64 * ROW;
+    constexpr int ONCE = WIDTH < 64 ? 3 : 2; /* loads that are on their way together: a divisor of all */
     const int blocks = blockIdx.y / TOGETHER * (64 * TOGETHER) + 64 < s.keys ? TOGETHER : 1; /* that have keys */
     const bool first = blockIdx.y < TOGETHER;
     float *const to = (first ? (float *)a.d_q.data + row_at(a.d_q, s.q_batch, h, s.q_row)
                              : rest_at(rest, a, s.b, h, 0)) +
-                      tile * 64;
+                      tile * WIDTH;
     const int64_t step = first ? a.d_q.stride[2] : a.D, head = first ? a.d_q.stride[1] : (int64_t)a.Sq * a.D;
 #pragma unroll 1
-    for (int begin = place_together() * THREADS + threadIdx.x; begin < GROUPS * 64 * 16;
-         begin += ONCE * blocks * THREADS) {
+    for (int begin = place_together() * THREADS + threadIdx.x; begin < GROUPS * ALL; begin += ONCE * blocks * THREADS) {
         float4 y[ONCE], z[ONCE] = {};
 #pragma unroll
         for (int n = 0; n < ONCE; n++) {
             const int i = begin + n * blocks * THREADS;
-            const uint32_t at = shared_address(&way_out(room.met[0][i / 1024], i / 16 % 64, i % 16));
+            const uint32_t at = shared_address(&way_out(room.met[0][i / ALL], i / ROW % 64, i % ROW));
             y[n] = load_of_block<float4>(at, block_of_keys(0));
             if (blocks > 1)
                 z[n] = load_of_block<float4>(at, block_of_keys(1));
         }
 #pragma unroll
         for (int n = 0; n < ONCE; n++) {
-            const int i = begin + n * blocks * THREADS, group = i / 1024,
-                      at = row + (BY == QUERIES ? i / 16 : i / 16 % 64),
-                      column = (BY == COLUMNS ? group * 64 : 0) + i % 16 * 4;
-            if (at < s.rows && tile * 64 + column < a.D)
+            const int i = begin + n * blocks * THREADS, group = i / ALL,
+                      at = row + (BY == QUERIES ? i / ROW : i / ROW % 64),
+                      column = (BY == COLUMNS ? group * WIDTH : 0) + i % ROW * 4;
+            if (at < s.rows && tile * WIDTH + column < a.D)
                 *(float4 *)(to + at * step + (BY == HEADS ? group * head : 0) +
                             column) = make_float4((y[n].x + z[n].x) * a.scale, (y[n].y + z[n].y) * a.scale,
                                                   (y[n].z + z[n].z) * a.scale, (y[n].w + z[n].w) * a.scale);
@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(THREADS) add_rest(const __grid_constant__ args
 
 /* ---- A block ----------------------------------------------------------------------------------------------------- */
 
-/* GENERAL: what the scores need beyond scale and band. */
-template <shared_out BY, bool GENERAL>
+/* Tiles are of so many columns. GENERAL: what the scores need beyond scale and band. */
+template <shared_out BY, int WIDTH, bool GENERAL>
 __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_constant__ args a, float *rest)
 {
 #if __CUDA_ARCH__ >= 900
@@ -221,12 +221,12 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
     int h = hk * a.G, row = room.first; /* of the round */
     const auto mine = [&] { return row + (BY == QUERIES ? group * 64 : 0); };
     const auto busy = [&] { return mine() < m.last && mine() + 64 > m.first; };
-    query_rows_coming<GENERAL> coming;
+    query_rows_coming<GENERAL, WIDTH> coming;
     uint32_t tiny;
     {
         constexpr int WHO = BY == QUERIES ? THREADS : SHORT_THREADS; /* so many share a tile */
         const int t = BY == QUERIES ? threadIdx.x : thread, at = BY == QUERIES ? 0 : group;
-        exact_rows<2 * TILES> K, V;
+        exact_rows<2 * TILES, WIDTH> K, V;
         K.load(k, tile(), own0, t, WHO), V.load(v, tile(), own0, t, WHO);
         coming.ask(a, s, busy() ? m.last : 0, h, mine(), tile());
         constexpr int WARPS = BY == HEADS ? 4 : 8; /* that have loaded what is this warpgroup's */
@@ -235,9 +235,9 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
                                  [] { __syncthreads(); });
         put(K, room.own[0][at], t, WHO, tiny & OWN_X), put(V, room.own[1][at], t, WHO, tiny & OWN_Y);
     }
-    float dK[32], dV[32];
+    float dK[WIDTH / 2], dV[WIDTH / 2];
 #pragma unroll
-    for (int i = 0; i < 32; i++)
+    for (int i = 0; i < WIDTH / 2; i++)
         dK[i] = dV[i] = 0.0f;
     /* Else addresses are kept, in too many registers. */
     const auto met = [&](int which) -> exact_tile & { return room.met[which][now(group)]; };
@@ -245,20 +245,22 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
     float2 *const lse = room.lse[BY == COLUMNS ? 0 : group];
     /* By queries: the first warpgroup adds up dK, the second dV, in the place of dS. */
     const auto leave_keys = [&] {
-        float sum[32];
+        if constexpr (BY == QUERIES) {
+            float sum[32];
 #pragma unroll
-        for (int i = 0; i < 32; i++)
-            sum[i] = group ? dK[i] : dV[i];
-        leave((float4 *)room.met[1][group] + thread, sum);
+            for (int i = 0; i < 32; i++)
+                sum[i] = group ? dK[i] : dV[i];
+            leave((float4 *)room.met[1][group] + thread, sum);
+        }
     };
     const auto finish_keys = [&] {
-        const auto store = [&](const float(&y)[32], bool is_v) {
+        const auto store = [&](const auto &y, bool is_v) {
             const view &to = is_v ? a.d_v : a.d_k;
             const int own = own0 + warp * 16;
             if (to.data)
                 store_exact(y, is_v ? 1.0f : a.scale, to,
-                            row_at(to, s.k_batch, hk, s.k_row + a.col + own * a.col_step) + tile() * 64,
-                            a.col_step * to.stride[2], s.keys - own, (is_v ? a.Dv : a.D) - tile() * 64);
+                            row_at(to, s.k_batch, hk, s.k_row + a.col + own * a.col_step) + tile() * WIDTH,
+                            a.col_step * to.stride[2], s.keys - own, (is_v ? a.Dv : a.D) - tile() * WIDTH);
         };
         if constexpr (BY == QUERIES) {
             float sum[32];
@@ -278,7 +280,8 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
         if (BY != COLUMNS)
             __syncthreads(); /* K and V are everybody's; and as racecheck wants it */
         const bool now_busy = busy(), other_busy = BY == HEADS || (group ? row + 64 > m.first : row + 64 < m.last);
-        float S[32], dP[32], unit = 1.0f; /* of dP */
+        float S[32], dP[32], unit = 1.0f;                                   /* of dP */
+        auto &X = *(float(*)[WIDTH / 2]) S, &Y = *(float(*)[WIDTH / 2]) dP; /* products, in their places */
         if (now_busy) {
             /* What the caller has of delta may be anything: it is not to be multiplied. */
             const uint32_t kinds = a.delta.data || a.d_lse.data ? MET_X : MET_X | MET_Y,
@@ -298,9 +301,9 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
             /* One after the other, so that one has scores while the other finds them. */
             if (BY != COLUMNS && group && other_busy)
                 named_sync(TURN, THREADS);
-            multiply_exact<true, PRODUCTS>(S, own(0), met(0));
+            multiply_exact<true, PRODUCTS, WIDTH>(S, own(0), met(0));
             if (!GENERAL || BY == COLUMNS) /* else there are no registers for dP now */
-                multiply_exact<true, PRODUCTS>(dP, own(1), met(1));
+                multiply_exact<true, PRODUCTS, WIDTH>(dP, own(1), met(1));
             if (BY != COLUMNS && !group && other_busy)
                 named_arrive(TURN, THREADS);
             wgmma_wait<BY != COLUMNS && !GENERAL ? PRODUCTS : 0>();
@@ -330,7 +333,7 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
             weigh<GENERAL>(t, lse + lane % 4 * 2, fmaxf(fminf(a.scale * LOG2E, 3e38f), 1.2e-38f));
             if (BY != COLUMNS) {
                 if (GENERAL)
-                    multiply_exact<true, PRODUCTS>(dP, own(1), met(1));
+                    multiply_exact<true, PRODUCTS, WIDTH>(dP, own(1), met(1));
                 else
                     keep_order(__float_as_int(S[0]) & INT32_MAX);
                 wgmma_wait<0>();
@@ -341,19 +344,19 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
             differentiate(t, dt, (BY == COLUMNS ? room.all_of_delta : room.delta[group]) + lane % 4 * 2, 1 / unit);
             {
                 const left_exact P(S);
-                multiply_exact(S, P, met(1)); /* dV += P^T dO */
+                multiply_exact(X, P, met(1)); /* dV += P^T dO */
                 wgmma_wait<0>();
-                add(dV, S, unit_of(tiny, MET_Y));
+                add(dV, X, unit_of(tiny, MET_Y));
             }
             sync_group<BY>(group); /* the group has done with dO */
             const left_exact dS(dP);
             put_across(met(1), dS);
             fence_async();
-            multiply_exact(S, dS, met(0)); /* dK += dS^T Q */
+            multiply_exact(X, dS, met(0)); /* dK += dS^T Q */
             sync_group<BY>(group);
-            multiply_exact_shared(dP, met(1), own(0)); /* dQ = dS K */
+            multiply_exact_shared(Y, met(1), own(0)); /* dQ = dS K */
             wgmma_wait<1>();
-            add(dK, S, unit * unit_of(tiny, MET_X));
+            add(dK, X, unit * unit_of(tiny, MET_X));
             wgmma_wait<0>();
             unit *= unit_of(tiny, OWN_X);
             sync_group<BY>(group); /* the group has done with Q */
@@ -361,11 +364,11 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
 #pragma unroll
         for (int r = 0; r < 2; r++)
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
+            for (int n = 0; n < WIDTH / 8; n++) {
                 float2 *const to = (float2 *)&way_out(room.met[0][group], warp * 16 + lane / 4 + 8 * r,
                                                       2 * n + lane % 4 / 2) +
                                    lane % 2;
-                const float *const x = dP + 4 * n + 2 * r;
+                const float *const x = Y + 4 * n + 2 * r;
                 *to = now_busy ? make_float2(whole_sum(x[0]) * unit, whole_sum(x[1]) * unit) : make_float2(0, 0);
             }
         const int round_h = h, round_row = row;
@@ -386,7 +389,7 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
             coming.forget();
         cluster_wait();
         if (a.d_q.data)
-            store_round<BY>(room, a, s, BY == HEADS ? first_head() : round_h, round_row, of_row(), rest);
+            store_round<BY, WIDTH>(room, a, s, BY == HEADS ? first_head() : round_h, round_row, of_row(), rest);
         cluster_arrive_empty();
     }
     finish_keys();
@@ -405,7 +408,8 @@ size_t heed_backward_workspace_sm90exact(const heed_problem *p, const heed_plan 
     return (heed_cuda_others_bytes(p) + 15) / 16 * 16 + rest;
 }
 
-template <shared_out BY> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x, float *rest)
+template <shared_out BY, int WIDTH = 64>
+static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x, float *rest)
 {
     typedef exact_room<BY == QUERIES ? 1 : GROUPS> room;
     constexpr size_t PARTS = BY == COLUMNS ? 2 * 1024 * sizeof(float4) : 0, ALL = sizeof(room) + PARTS;
@@ -413,13 +417,13 @@ template <shared_out BY> static heed_status run(const args &a, const heed_plan *
     const unsigned tiles = (unsigned)tiles_of(keys_of(a), SHORT_OWN), together = tiles > 1 ? TOGETHER : 1,
                    keys = (unsigned)HEED_MAX(tiles_of(tiles, together), 1) * together,
                    heads = BY == HEADS ? (unsigned)a.Hk / 2 : (unsigned)a.Hk,
-                   columns = BY == COLUMNS ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 128)
+                   columns = BY == COLUMNS ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 2 * WIDTH)
                                            : 1; /* blocks that share a row */
     const dim3 grid = a.B >= a.Hk ? dim3(a.B, keys, heads * columns) : dim3(heads, keys, a.B * columns);
     const bool general = BY != HEADS && is_general(a);
-    const heed_status status = launch_clusters(general ? backward_sm90exact < BY == HEADS ? QUERIES : BY,
-                                               true > : backward_sm90exact<BY, false>, grid, dim3(1, together, columns),
-                                               THREADS, ALL, x, a, rest);
+    constexpr shared_out GENERALLY = BY == HEADS ? QUERIES : BY;
+    const auto kernel = general ? backward_sm90exact<GENERALLY, WIDTH, true> : backward_sm90exact<BY, WIDTH, false>;
+    const heed_status status = launch_clusters(kernel, grid, dim3(1, together, columns), THREADS, ALL, x, a, rest);
     if (status || !rest)
         return status;
     return launch_early(add_rest, grid_of(a, tiles_of(a.Sq, 16)), dim3(THREADS), 0, plan, x, a, rest);
@@ -441,7 +445,7 @@ heed_status heed_backward_sm90exact(const heed_problem *p, const heed_plan *plan
         return start.status;
     float *const rest = has_rest(p) ? (float *)((char *)x->workspace + (heed_cuda_others_bytes(p) + 15) / 16 * 16)
                                     : NULL;
-    return HEED_MAX(a.D, a.Dv) > 64 ? run<COLUMNS>(a, plan, x, rest)
-           : by_heads(a, plan)      ? run<HEADS>(a, plan, x, rest)
-                                    : run<QUERIES>(a, plan, x, rest);
+    if (HEED_MAX(a.D, a.Dv) > 64)
+        return columns_of_tile(a) < 64 ? run<COLUMNS, 48>(a, plan, x, rest) : run<COLUMNS>(a, plan, x, rest);
+    return by_heads(a, plan) ? run<HEADS>(a, plan, x, rest) : run<QUERIES>(a, plan, x, rest);
 }

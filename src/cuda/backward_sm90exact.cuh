@@ -24,12 +24,13 @@ __device__ inline uint32_t tiny_kinds(uint32_t (&seen)[ALL], uint32_t kinds, uin
     return kinds;
 }
 
-template <int N> __device__ inline uint32_t kind_if_large(const exact_rows<N> &x, uint32_t kind)
+template <int N, int WIDTH> __device__ inline uint32_t kind_if_large(const exact_rows<N, WIDTH> &x, uint32_t kind)
 {
     return is_tiny(x.bits()) ? 0 : kind;
 }
 
-template <int N> __device__ inline void put(exact_rows<N> &x, exact_tile &to, int t, int threads, bool is_tiny)
+template <int N, int WIDTH>
+__device__ inline void put(exact_rows<N, WIDTH> &x, exact_tile &to, int t, int threads, bool is_tiny)
 {
     if (is_tiny)
         x.multiply(1 / TINY);
@@ -49,8 +50,8 @@ __device__ inline float unit_of(uint32_t tiny, uint32_t kinds)
 /* ---- Queries on their way ---------------------------------------------------------------------------------------- */
 
 /* 64 queries of head h from `row` on, of rows before `last`, by the threads of a warpgroup: eight for each row of a tile. */
-template <bool GENERAL> struct query_rows_coming {
-    exact_rows<4> q, d_o, o;
+template <bool GENERAL, int WIDTH> struct query_rows_coming {
+    exact_rows<4, WIDTH> q, d_o, o;
     float lse[4], given[4]; /* delta or d_lse */
 
     __device__ void ask(const args &a, const span &s, int last, int h, int row, int tile)
@@ -166,10 +167,10 @@ template <class Tile> __device__ inline void differentiate(Tile &P, Tile &dP, co
 /* ---- Results ----------------------------------------------------------------------------------------------------- */
 
 /* Y += T, of so many units. Rounded before it is added, so that sums of the same terms are the same however they are shared out. */
-__device__ inline void add(float (&Y)[32], const float (&T)[32], float unit)
+template <int M> __device__ inline void add(float (&Y)[M], const float (&T)[M], float unit)
 {
 #pragma unroll
-    for (int i = 0; i < 32; i++)
+    for (int i = 0; i < M; i++)
         Y[i] = __fadd_rn(Y[i], __fmul_rn(whole_sum(T[i]), unit));
 }
 
@@ -187,7 +188,8 @@ __device__ inline void put_across(exact_tile &to, const left_exact &dS)
                                       dS.x[p][k][3]);
 }
 
-__device__ inline void store_exact(const float (&Y)[32], float scale, const view &t, int64_t at, int64_t step, int rows,
+template <int M>
+__device__ inline void store_exact(const float (&Y)[M], float scale, const view &t, int64_t at, int64_t step, int rows,
                                    int width)
 {
     const int lane = threadIdx.x % 32;
@@ -196,7 +198,7 @@ __device__ inline void store_exact(const float (&Y)[32], float scale, const view
         if (lane / 4 + 8 * r < rows) {
             float *const y = (float *)t.data + at + (lane / 4 + 8 * r) * step + lane % 4 * 2;
 #pragma unroll
-            for (int n = 0; n < 8; n++)
+            for (int n = 0; n < M / 4; n++)
                 if (n * 8 + lane % 4 * 2 < width)
                     *(float2 *)(y + n * 8) = make_float2(Y[4 * n + 2 * r] * scale, Y[4 * n + 2 * r + 1] * scale);
         }

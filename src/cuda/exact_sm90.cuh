@@ -5,7 +5,7 @@
  *
  * and what is left out is below 2^-25 of a b. Tiles are 64 x 64, and lie in shared memory as three boxes, x0, x1 and x2. Rows of
  * more than 64 columns take two tiles side by side; those of more than 128 are several blocks', a cluster, which add up what their
- * columns make of a score. */
+ * columns make of a score. Where it saves a quarter of the columns, tiles have 48 of them. */
 #ifndef HEED_CUDA_EXACT_SM90_CUH
 #define HEED_CUDA_EXACT_SM90_CUH
 
@@ -14,6 +14,13 @@
 constexpr int PART = 64 * 128; /* bytes of one part of a tile */
 typedef char exact_tile[3][PART];
 typedef __nv_bfloat16 bf16;
+
+/* Columns of a tile, where rows take two or four. */
+inline int columns_of_tile(const args &a)
+{
+    const int width = HEED_MAX(a.D, a.Dv);
+    return width <= 96 || (width > 128 && width <= 192) ? 48 : 64;
+}
 
 /* Numbers below 2^-63, whose parts may not be normal numbers: their exponents lack the two highest bits, and so does what is
  * found by joining the bits of many. They are multiplied by 2^60 where all of a tile are such. */
@@ -32,23 +39,24 @@ __device__ inline void split_exact(float x, float y, uint32_t &high, uint32_t &m
     low = pack<bf16>(x, y);
 }
 
-/* Rows of fp32 on their way into a tile: of N rows of a thread eight columns each. Thread t of `threads` has columns
- * 8 (t % 8) .. of rows t / 8 + n threads / 8. */
-template <int N> struct exact_rows {
+/* Rows of fp32 on their way into a tile of so many columns: of N rows of a thread eight columns each. Thread t of `threads` has
+ * columns 8 (t % 8) .. of rows t / 8 + n threads / 8. */
+template <int N, int WIDTH = 64> struct exact_rows {
     float x[N][8];
 
-    /* Columns 64 `tile` .. of the rows. Rows and columns that there are not become zeros. */
+    /* Columns WIDTH `tile` .. of the rows. Rows and columns that there are not become zeros. */
     __device__ void load(const source &s, int tile, int row, int t, int threads = SHORT_THREADS)
     {
-        const char *const first = s.first + tile * 256 + t % 8 * 32;
+        const int column = tile * (WIDTH * 4) + t % 8 * 32;
+        const int last = t % 8 * 8 < WIDTH ? s.last : -1;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int i = row + t / 8 + n * (threads / 8);
                 uint4 y = make_uint4(0, 0, 0, 0);
-                if (i <= s.last && tile * 256 + t % 8 * 32 + half * 16 <= s.end)
-                    y = load_16(row_from(first + half * 16, i, s.step));
+                if (i <= last && column + half * 16 <= s.end)
+                    y = load_16(row_from(s.first + column + half * 16, i, s.step));
 #pragma unroll
                 for (int e = 0; e < 4; e++)
                     x[n][half * 4 + e] = __uint_as_float(word(y, e));
@@ -76,7 +84,7 @@ template <int N> struct exact_rows {
         char *const at = to[0] + t / 8 * 128 + (t % 8 ^ t / 8 % 8) * 16;
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            if (N * threads > 512 && t / 8 + n * (threads / 8) >= 64)
+            if ((N * threads > 512 && t / 8 + n * (threads / 8) >= 64) || t % 8 * 8 >= WIDTH)
                 break;
             uint32_t y[3][4];
 #pragma unroll
@@ -108,7 +116,7 @@ __device__ inline int part_of(int parts, int product) { return parts >> 2 * prod
 
 /* X = A B^T as so many committed groups: PRODUCTS. FLIP: as if it were B A^T, to the last bit. COPIES of the code of a product: one
  * is quicker where it is met but once. */
-template <bool FLIP, int COPIES>
+template <bool FLIP, int COPIES, int WIDTH = 64>
 __device__ inline void multiply_exact(float (&X)[32], const exact_tile &A, const exact_tile &B)
 {
     const uint64_t a = tile_at(shared_address(A)), b = tile_at(shared_address(B));
@@ -118,7 +126,7 @@ __device__ inline void multiply_exact(float (&X)[32], const exact_tile &A, const
                        right = on(b, part_of(FLIP ? LEFT_PARTS : RIGHT_PARTS, product) * PART);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int k = 0; k < WIDTH / 16; k++)
             wgmma<bf16, 64>::shared<0, 0>(X, on(left, k * 32), on(right, k * 32), product + k);
         wgmma_commit();
     }
@@ -126,7 +134,7 @@ __device__ inline void multiply_exact(float (&X)[32], const exact_tile &A, const
 
 /* X = P B, where the rows of B are the columns of P, as one group. The last rows of B first: where weights are largest in the first
  * ones, as those of a causal key are, each step would cut off a sum that is large already. */
-__device__ inline void multiply_exact(float (&X)[32], const left_exact &P, const exact_tile &B)
+template <int M> __device__ inline void multiply_exact(float (&X)[M], const left_exact &P, const exact_tile &B)
 {
     const uint64_t b = tile_at(shared_address(B), PART);
     wgmma_fence();
@@ -134,13 +142,14 @@ __device__ inline void multiply_exact(float (&X)[32], const left_exact &P, const
     for (int product = 0; product < PRODUCTS; product++)
 #pragma unroll
         for (int k = 3; k >= 0; k--)
-            wgmma<bf16, 64>::registers<1>(X, P.x[part_of(LEFT_PARTS, product)][k],
-                                          on(b, part_of(RIGHT_PARTS, product) * PART + k * 2048), product || k < 3);
+            wgmma<bf16, 2 * M>::template registers<1>(X, P.x[part_of(LEFT_PARTS, product)][k],
+                                                      on(b, part_of(RIGHT_PARTS, product) * PART + k * 2048),
+                                                      product || k < 3);
     wgmma_commit();
 }
 
 /* The same with P in shared memory. */
-__device__ inline void multiply_exact_shared(float (&X)[32], const exact_tile &P, const exact_tile &B)
+template <int M> __device__ inline void multiply_exact_shared(float (&X)[M], const exact_tile &P, const exact_tile &B)
 {
     const uint64_t a = tile_at(shared_address(P)), b = tile_at(shared_address(B), PART);
     wgmma_fence();
@@ -148,8 +157,9 @@ __device__ inline void multiply_exact_shared(float (&X)[32], const exact_tile &P
     for (int product = 0; product < PRODUCTS; product++)
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            wgmma<bf16, 64>::shared<0, 1>(X, on(a, part_of(LEFT_PARTS, product) * PART + k * 32),
-                                          on(b, part_of(RIGHT_PARTS, product) * PART + k * 2048), product + k);
+            wgmma<bf16, 2 * M>::template shared<0, 1>(X, on(a, part_of(LEFT_PARTS, product) * PART + k * 32),
+                                                      on(b, part_of(RIGHT_PARTS, product) * PART + k * 2048),
+                                                      product + k);
     wgmma_commit();
 }
 

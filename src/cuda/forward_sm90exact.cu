@@ -1,7 +1,7 @@
 /* Forward for few rows and keys on Hopper, fp32 (exact_sm90.cuh). A block takes 64 rows, and each of its warpgroups 64 keys, with
  * maxima and sums of its own; what they have is added up at the end, in order. They share Q and the tensor core, which serves one
  * after the other: while one has its Q K^T or P V, others wait for their keys, split them, or are at their exponentials. Where
- * rows are wider than 128 columns the blocks of a cluster have 128 each of Q, K and V and of O. */
+ * rows are wider than 128 columns the blocks of a cluster have two tiles each of Q, K and V and of O. */
 #include "exact_sm90.cuh"
 
 template <int TILES, bool WIDE>
@@ -59,15 +59,15 @@ __device__ static void add_up_columns(float (&S)[32], const float4 *part)
     }
 }
 
-/* Head sizes to 64 TILES, or WIDE ones. GENERAL: what the scores need beyond scale and band. */
-template <int TILES, bool WIDE, bool GENERAL>
+/* Head sizes to TILES times WIDTH, or WIDE ones. GENERAL: what the scores need beyond scale and band. */
+template <int TILES, int WIDTH, bool WIDE, bool GENERAL>
 __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES, WIDE>, 1)
     forward_sm90exact(const __grid_constant__ args a)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
     auto &room = *(exact_room<TILES> *)memory;
-    constexpr int GROUPS = MOST_GROUPS<TILES, WIDE>;
+    constexpr int GROUPS = MOST_GROUPS<TILES, WIDE>, ROW = TILES * WIDTH / 4;
     const int thread = threadIdx.x % SHORT_THREADS, lane = thread % 32, i0 = blockIdx.y * SHORT_OWN;
     const int group = __shfl_sync(~0u, threadIdx.x / SHORT_THREADS, 0);
     let_next_start();
@@ -93,10 +93,10 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES, WIDE>, 1)
     const source v = key_rows<float>(a, a.v, s, hk, see.last - 1, a.Dv);
     auto &met = room.met(group);
     wait_for_last(q.first, k.first, v.first);
-    exact_rows<4> V[TILES];
+    exact_rows<4, WIDTH> V[TILES];
     {
-        exact_rows<2> Q[TILES];
-        exact_rows<4> K[TILES];
+        exact_rows<2, WIDTH> Q[TILES];
+        exact_rows<4, WIDTH> K[TILES];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
             Q[tile].load(q, of_row + tile, i0, threadIdx.x, blockDim.x);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES, WIDE>, 1)
         float T[TILES][32];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++)
-            multiply_exact<false, 1>(T[tile], room.Q[tile], met[tile]);
+            multiply_exact<false, 1, WIDTH>(T[tile], room.Q[tile], met[tile]);
         if (group + 1 < last)
             named_arrive(TURN + group + 1, 2 * SHORT_THREADS);
         wgmma_wait<0>();
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES, WIDE>, 1)
     if (group > first)
         named_arrive(SUMS, threads);
     const left_exact P(S);
-    float O[TILES][32];
+    float O[TILES][WIDTH / 2];
     named_sync(GROUP + group, SHORT_THREADS); /* V is there */
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES, WIDE>, 1)
 #pragma unroll
         for (int r = 0; r < 2; r++)
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
+            for (int n = 0; n < WIDTH / 8; n++) {
                 float2 *const to = (float2 *)&way_out(met[tile], own + 8 * r, 2 * n + lane % 4 / 2) + lane % 2;
                 const float *const x = O[tile] + 4 * n + 2 * r;
                 *to = make_float2(whole_sum(x[0]), whole_sum(x[1]));
@@ -234,21 +234,21 @@ __global__ void __launch_bounds__(SHORT_THREADS *MOST_GROUPS<TILES, WIDE>, 1)
     __syncthreads();
     float *const o = (float *)a.o.data + row_at(a.o, s.q_batch, x.h, s.q_row + i0);
 #pragma unroll 1
-    for (int i = (group - first) * SHORT_THREADS + thread; i < TILES * 16 * min(SHORT_OWN, s.rows - i0); i += threads) {
-        const int row = i / (TILES * 16), column = i % (TILES * 16) * 4;
+    for (int i = (group - first) * SHORT_THREADS + thread; i < ROW * min(SHORT_OWN, s.rows - i0); i += threads) {
+        const int row = i / ROW, column = i % ROW * 4;
         float4 y = make_float4(0, 0, 0, 0);
-        if (of_row * 64 + column >= a.Dv)
+        if (of_row * WIDTH + column >= a.Dv)
             continue;
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             const float weight = g >= first && g < last ? room.weight[g][row] : 0.0f;
             if (weight != 0.0f) { /* else O may be anything */
-                const float4 p = way_out(room.met(g)[column / 64], row, column % 64 / 4);
+                const float4 p = way_out(room.met(g)[column / WIDTH], row, column % WIDTH / 4);
                 y.x = fmaf(p.x, weight, y.x), y.y = fmaf(p.y, weight, y.y);
                 y.z = fmaf(p.z, weight, y.z), y.w = fmaf(p.w, weight, y.w);
             }
         }
-        *(float4 *)(o + row * a.o.stride[2] + of_row * 64 + column) = y;
+        *(float4 *)(o + row * a.o.stride[2] + of_row * WIDTH + column) = y;
     }
     if (WIDE)
         cluster_wait(); /* nobody reads from a block that has ended */
@@ -263,16 +263,18 @@ size_t heed_forward_workspace_sm90exact(const heed_problem *p, const heed_plan *
     return 0;
 }
 
-template <int TILES, bool WIDE> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+template <int TILES, int WIDTH, bool WIDE>
+static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     constexpr size_t EACH = TILES * sizeof(exact_tile) + (WIDE ? 1024 * sizeof(float4) : 0);
     static_assert(sizeof(exact_room<TILES>) + MOST_GROUPS<TILES, WIDE> * EACH <= 227 * 1024,
                   "shared memory of a block");
     const int groups = (int)HEED_MAX(tiles_of(keys_of(a), 64), 2); /* with one there are no registers for all of Q */
-    const unsigned blocks = WIDE ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 64 * TILES) : 1; /* that share a row */
+    const unsigned blocks = WIDE ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), WIDTH * TILES) : 1; /* that share a row */
     dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
     grid.z *= blocks;
-    return launch_clusters(is_general(a) ? forward_sm90exact<TILES, WIDE, true> : forward_sm90exact<TILES, WIDE, false>,
+    return launch_clusters(is_general(a) ? forward_sm90exact<TILES, WIDTH, WIDE, true>
+                                         : forward_sm90exact<TILES, WIDTH, WIDE, false>,
                            grid, dim3(1, 1, blocks), SHORT_THREADS * groups,
                            room_for_one(sizeof(exact_room<TILES>) + groups * EACH, grid, plan), x, a);
 }
@@ -284,7 +286,9 @@ heed_status heed_forward_sm90exact(const heed_problem *p, const heed_plan *plan,
     if (start.status)
         return start.status;
     const int width = HEED_MAX(a.D, a.Dv);
-    return width <= 64    ? run<1, false>(a, plan, x)
-           : width <= 128 ? run<2, false>(a, plan, x)
-                          : run<2, true>(a, plan, x);
+    const bool narrow = columns_of_tile(a) < 64;
+    return width <= 64    ? run<1, 64, false>(a, plan, x)
+           : width <= 128 ? (narrow ? run<2, 48, false>(a, plan, x) : run<2, 64, false>(a, plan, x))
+           : narrow       ? run<2, 48, true>(a, plan, x)
+                          : run<2, 64, true>(a, plan, x);
 }
