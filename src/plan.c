@@ -193,31 +193,40 @@ int heed_runs_on(const heed_kernel *k, const heed_device *d, char *why, size_t s
     return 0;
 }
 
+/* Whether scores need more than a scale and a band of steps of 1: wide rows leave no registers for it in a backward. */
+static int is_general(const heed_problem *p)
+{
+    const unsigned more = HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SCALE, uses = heed_uses_of(p);
+    return uses & more || (uses & HEED_USES_BAND && (p->full.p_step != 1 || p->full.r_step != 1));
+}
+
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
 {
     if (!(uses & (HEED_ONLY_SMALL | HEED_ONLY_SHORT)))
         return 1;
     const heed_tensor *const rows[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o, &p->g.d_o };
     const int64_t bytes = (int64_t)heed_dtype_size(p->a.q.dtype), chunk = 16 / bytes, keys = p->full.keys;
-    /* A forward of 16 bits that meets all keys at once takes as many rows as a launch holds blocks for. */
-    const int any_rows = uses & HEED_ONLY_SHORT && p->pass == HEED_FORWARD && bytes == 2 && keys <= HEED_AT_ONCE &&
-                         p->Sq <= 65535 * 64;
-    const int64_t most = any_rows ? keys : HEED_MAX(p->Sq, keys);
     for (size_t n = 0; n < sizeof rows / sizeof *rows; n++)
         if (rows[n]->stride[2] > INT32_MAX / 4 / p->a.key_stride ||
             rows[n]->stride[2] < -INT32_MAX / 4 / p->a.key_stride) {
             snprintf(why, size, "does not take: rows so far apart");
             return 0;
         }
-    const int64_t head_dim = HEED_MAX(HEED_MAX(p->D, p->Dv), 1), width = bytes == 4 && head_dim > 32 ? 64 : head_dim;
-    const int terms = bytes == 2 && (p->a.mask.data || p->a.bias.data);
+    const int64_t head_dim = HEED_MAX(HEED_MAX(p->D, p->Dv), 1);
+    /* A forward of 16 bits that meets all keys at once takes as many rows as a launch holds blocks for. */
+    const int any_rows = uses & HEED_ONLY_SHORT && p->pass == HEED_FORWARD && bytes == 2 && keys <= HEED_AT_ONCE &&
+                         head_dim <= 64 && p->Sq <= 65535 * 64;
+    const int64_t most = any_rows ? keys : HEED_MAX(p->Sq, keys), width = bytes == 4 && head_dim > 32 ? 64 : head_dim;
+    const int terms = bytes == 2 && (p->a.mask.data || p->a.bias.data), wide = head_dim > (bytes == 2 ? 64 : 128);
     const int64_t limit = !(uses & HEED_ONLY_SHORT) ? HEED_SMALL / width /* fp32 is computed as 32 or 64 */
-                          : head_dim > 128          ? HEED_SHORT_WIDEST
+                          : wide                    ? HEED_SHORT_WIDEST
                           : head_dim > 64 || terms  ? HEED_SHORT_WIDE
                                                     : HEED_SHORT;
     if (most > limit)
         snprintf(why, size, "takes up to %" PRId64 " %s %s, these are %" PRId64, limit, keys == most ? "keys" : "rows",
                  terms ? "with a mask or bias" : "of this head_dim", most);
+    else if (wide && bytes == 2 && p->pass == HEED_BACKWARD && is_general(p))
+        snprintf(why, size, "does not take: scores of more than scale and band, of this head_dim");
     else if (p->D % chunk || p->Dv % chunk)
         snprintf(why, size, "takes head_dim in multiples of %" PRId64 ", this is %" PRId64, chunk,
                  p->D % chunk ? p->D : p->Dv);

@@ -55,8 +55,8 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
     HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SINK |           \
         HEED_USES_LENGTHS | HEED_USES_REVERSED | HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_SPREAD |              \
         HEED_USES_ORDER | HEED_ONLY_SHORT
-#define HEED_NEEDS_forward_sm90short 90, 90, 227 * 1024, 64, HEED_USES_SHORT
-#define HEED_NEEDS_backward_sm90short HEED_NEEDS_forward_sm90short
+#define HEED_NEEDS_forward_sm90short 90, 90, 227 * 1024, 256, HEED_USES_SHORT
+#define HEED_NEEDS_backward_sm90short 90, 90, 227 * 1024, 128, HEED_USES_SHORT
 #define HEED_NEEDS_forward_sm90exact 90, 90, 227 * 1024, 256, HEED_USES_SHORT | HEED_USES_LOOSE
 #define HEED_NEEDS_backward_sm90exact HEED_NEEDS_forward_sm90exact
 

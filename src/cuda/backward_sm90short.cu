@@ -1,4 +1,4 @@
-/* Backward for up to 256 rows and keys on Hopper, fp16 and bf16, head sizes to 64: one launch (short_sm90.cuh). Some
+/* Backward for up to 256 rows and keys on Hopper, fp16 and bf16, head sizes to 128: one launch (short_sm90.cuh). Some
  * blocks own queries and make dQ, others own keys and make dK and dV, 64 at a time:
  *
  *     queries   S   = Q K^T   dP   = dO V^T   dQ = scale dS K
@@ -10,17 +10,18 @@
 
 constexpr int MEET = 64; /* rows that are met at a time */
 
-/* Shared memory, and after it, `most` rows each, what is met: Q and dO, or K and V. */
-template <class T> struct alignas(1024) backward_room {
-    char own[2][SHORT_OWN * 128];
+/* Shared memory, and after it, `most` rows each, what is met: Q and dO, or K and V. Rows are of D columns, in boxes of 64. */
+template <class T, int D, bool GENERAL> struct alignas(1024) backward_room {
+    static constexpr int BOXES = (D + 63) / 64;
+    char own[2][BOXES][SHORT_OWN * 128];
     union {
         char out[16 * 128];
-        key_terms<T> terms;
+        key_terms<T> terms[GENERAL ? 1 : 0];
     } of_warp[4];
     float2 facts[HEED_SHORT]; /* of the queries: see facts_of() */
     span s;                   /* the same for all: here it takes no registers */
 
-    __device__ char *met(int which, int most) { return (char *)(this + 1) + which * most * 128; }
+    __device__ char *met(int which, int most) { return (char *)(this + 1) + which * BOXES * most * 128; }
 };
 
 /* ---- Scores ------------------------------------------------------------------------------------------------------ */
@@ -63,9 +64,9 @@ template <class Tile> __device__ static void differentiate(Tile &P, Tile &dP, co
 
 /* Facts of 64 queries from `row` on, by all threads: eight for each, which have the pieces of dO that they copied. ask()
  * loads what is not in shared memory, and get() is called when dO is. */
-template <class T, bool GENERAL> struct gatherer {
-    static constexpr int ONCE = SHORT_THREADS / 8, COUNT = 64 / ONCE;
-    uint4 o[COUNT];
+template <class T, int D, bool GENERAL> struct gatherer {
+    static constexpr int ONCE = SHORT_THREADS / 8, COUNT = 64 / ONCE, BOXES = (D + 63) / 64;
+    uint4 o[COUNT][BOXES];
     float lse[COUNT], given[COUNT]; /* given: delta or d_lse */
 
     __device__ void ask(const args &a, const span &s, int h, int row)
@@ -80,16 +81,16 @@ template <class T, bool GENERAL> struct gatherer {
         load_facts(lse, a.lse);
         if (!a.delta.data) {
             const source from = query_rows<T>(a.o, s, h, s.rows - 1, a.Dv);
-            const char *const first = from.first + min(chunk * 16, from.end);
 #pragma unroll
-            for (int n = 0; n < COUNT; n++)
-                o[n] = load_16(row_from(first, min(i0 + n * ONCE, s.rows - 1), from.step));
+            for (int n = 0; n < COUNT * BOXES; n++)
+                o[n / BOXES][n % BOXES] = load_16(row_from(from.first + min(n % BOXES * 128 + chunk * 16, from.end),
+                                                           min(i0 + n / BOXES * ONCE, s.rows - 1), from.step));
         }
         if (a.delta.data || a.d_lse.data)
             load_facts(given, a.delta.data ? a.delta : a.d_lse);
     }
 
-    __device__ void get(float2 *facts, const char *d_o, const args &a, const span &s, int row)
+    __device__ void get(float2 *facts, const char *d_o, int box_bytes, const args &a, const span &s, int row)
     {
         const int r0 = threadIdx.x / 8, chunk = threadIdx.x % 8;
         const char *const at = d_o + r0 * 128 + (chunk ^ r0 % 8) * 16;
@@ -97,15 +98,17 @@ template <class T, bool GENERAL> struct gatherer {
         for (int n = 0; n < COUNT; n++) {
             float delta = given[n];
             if (!a.delta.data) {
-                const uint4 g = *(const uint4 *)(at + n * ONCE * 128); /* zeros beyond the last column */
                 float sum = 0.0f;
 #pragma unroll
-                for (int w = 0; w < 4; w++) {
-                    const float2 x = unpack<T>(word(o[n], w)), y = unpack<T>(word(g, w));
-                    sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+                for (int box = 0; box < BOXES; box++) {
+                    const uint4 g = *(const uint4 *)(at + box * box_bytes + n * ONCE * 128);
+                    if (box * 64 + chunk * 8 < a.Dv) /* o has nothing beyond */
+#pragma unroll
+                        for (int w = 0; w < 4; w++) {
+                            const float2 x = unpack<T>(word(o[n][box], w)), y = unpack<T>(word(g, w));
+                            sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+                        }
                 }
-                if (chunk * 8 >= a.Dv)
-                    sum = 0.0f;
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
                 sum += __shfl_xor_sync(~0u, sum, 4);
@@ -120,9 +123,12 @@ template <class T, bool GENERAL> struct gatherer {
 
 /* ---- A block ----------------------------------------------------------------------------------------------------- */
 
-template <class T, bool GENERAL, bool STEPS>
-__device__ static void own_queries(backward_room<T> &room, const args &a, int b, int h, int begin, int tiles, int most)
+template <class T, int D, bool GENERAL, bool STEPS>
+__device__ static void own_queries(backward_room<T, D, GENERAL> &room, const args &a, int b, int h, int begin,
+                                   int tiles, int most)
 {
+    constexpr int OWN_BOX = SHORT_OWN * 128;
+    const int met_box = D > 64 ? most * 128 : OWN_BOX; /* bytes from one box to the next, where there is one */
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const span &s = find_span<GENERAL>(room.s, a, b);
     const int end = min(begin + tiles * SHORT_OWN, s.rows);
@@ -138,7 +144,7 @@ __device__ static void own_queries(backward_room<T> &room, const args &a, int b,
     const source v = key_rows<T>(a, a.v, s, hk, last - 1, a.Dv);
     wait_for_last(q.first, k.first, v.first);
     char *const K = room.met(0, most), *const V = room.met(1, most);
-    copy_both<true>(K, V, k, v, first, round_up(last, MEET) - first);
+    copy_both<D, true>(K, V, k, v, first, round_up(last, MEET) - first, met_box);
     const float c = fmaxf(fminf(a.scale * LOG2E, 3e38f), 1.2e-38f);
 #pragma unroll 1
     for (int own0 = begin; own0 < end; own0 += SHORT_OWN) {
@@ -146,16 +152,16 @@ __device__ static void own_queries(backward_room<T> &room, const args &a, int b,
         const meeting see = meet<false, STEPS>(a, s, own0, min(own0 + SHORT_OWN, end));
         if (own0 > begin)
             __syncthreads(); /* all have done with the last tile */
-        copy_both(room.own[0], room.own[1], q, d_o, own0, SHORT_OWN);
+        copy_both<D>(room.own[0][0], room.own[1][0], q, d_o, own0, SHORT_OWN, OWN_BOX);
         commit_copies();
         {
-            gatherer<T, GENERAL> g;
+            gatherer<T, D, GENERAL> g;
             g.ask(a, s, x.h, own0);
             wait_for_tiles();
-            g.get(room.facts, room.own[1], a, s, own0);
+            g.get(room.facts, room.own[1][0], OWN_BOX, a, s, own0);
         }
         __syncthreads();
-        float dQ[32];
+        float dQ[D / 2];
         int met = 0;
 #pragma unroll 1
         for (int n0 = round_down(see.first, MEET); n0 < see.last; n0 += MEET) {
@@ -166,9 +172,9 @@ __device__ static void own_queries(backward_room<T> &room, const args &a, int b,
                 terms.ask(a, s, x, t);
             const uint32_t k_at = shared_address(K) + (n0 - first) * 128, v_at = shared_address(V) + (n0 - first) * 128;
             wgmma_fence();
-            multiply_rows<T, 64, SHORT_OWN, MEET>(S, tile_at(shared_address(room.own[0])), tile_at(k_at));
+            multiply_boxes<T, D, MEET>(S, shared_address(room.own[0]), OWN_BOX, k_at, met_box);
             wgmma_commit();
-            multiply_rows<T, 64, SHORT_OWN, MEET>(dP, tile_at(shared_address(room.own[1])), tile_at(v_at));
+            multiply_boxes<T, D, MEET>(dP, shared_address(room.own[1]), OWN_BOX, v_at, met_box);
             wgmma_commit();
             wgmma_wait<1>();
             const bool whole = n0 >= see.inside && n0 + MEET <= see.outside;
@@ -181,7 +187,7 @@ __device__ static void own_queries(backward_room<T> &room, const args &a, int b,
             uint32_t dS[MEET / 16][4];
             pack_rows<T, MEET>(dS, dP);
             wgmma_fence();
-            multiply_columns<T, 64, MEET>(dQ, dS, tile_at(k_at, MEET * 128), met);
+            multiply_columns<T, D, MEET>(dQ, dS, tile_at(k_at, met_box), met);
             wgmma_commit();
             met = 1;
         }
@@ -194,9 +200,12 @@ __device__ static void own_queries(backward_room<T> &room, const args &a, int b,
 }
 
 /* More than one tile only where a head of keys has one of queries. */
-template <class T, bool GENERAL, bool STEPS>
-__device__ static void own_keys(backward_room<T> &room, const args &a, int b, int hk, int begin, int tiles, int most)
+template <class T, int D, bool GENERAL, bool STEPS>
+__device__ static void own_keys(backward_room<T, D, GENERAL> &room, const args &a, int b, int hk, int begin, int tiles,
+                                int most)
 {
+    constexpr int OWN_BOX = SHORT_OWN * 128;
+    const int met_box = D > 64 ? most * 128 : OWN_BOX; /* bytes from one box to the next, where there is one */
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const span &s = find_span<GENERAL>(room.s, a, b);
     const int end = min(begin + tiles * SHORT_OWN, s.keys);
@@ -210,15 +219,15 @@ __device__ static void own_keys(backward_room<T> &room, const args &a, int b, in
     wait_for_last(k.first, v.first, nullptr);
     const float c = fmaxf(fminf(a.scale * LOG2E, 3e38f), 1.2e-38f);
     char *const Q = room.met(0, most), *const dO = room.met(1, most);
-    gatherer<T, GENERAL> g;
+    gatherer<T, D, GENERAL> g;
     int known = first; /* the queries up to which there are facts */
 #pragma unroll 1
     for (int own0 = begin; own0 < end; own0 += SHORT_OWN) {
         const meeting see = meet<true, STEPS>(a, s, own0, min(own0 + SHORT_OWN, end));
         if (own0 > begin)
             __syncthreads(); /* all have done with the last tile */
-        copy_both(room.own[0], room.own[1], k, v, own0, SHORT_OWN);
-        float dK[32], dV[32];
+        copy_both<D>(room.own[0][0], room.own[1][0], k, v, own0, SHORT_OWN, OWN_BOX);
+        float dK[D / 2], dV[D / 2];
         int met = 0;
 #pragma unroll 1
         for (int h = hk * a.G; h < hk * a.G + a.G; h++) {
@@ -227,32 +236,40 @@ __device__ static void own_keys(backward_room<T> &room, const args &a, int b, in
                 const source q = query_rows<T>(a.q, s, h, last - 1, a.D);
                 const source d_o = query_rows<T>(a.d_o, s, h, last - 1, a.Dv);
                 __syncthreads(); /* all have done with the head before */
-                copy_both(Q, dO, q, d_o, first, round_up(last, MEET) - first);
+                copy_both<D>(Q, dO, q, d_o, first, round_up(last, MEET) - first, met_box);
                 known = first;
             }
             commit_copies();
             int i0 = round_down(see.first, MEET);
-            if (i0 >= known)
+            if (D == 64 && i0 >= known)
                 g.ask(a, s, h, i0);
             wait_for_tiles();
+            if (D > 64 && own0 == begin) { /* now there are registers for it */
+#pragma unroll 1
+                for (int i = first; i < last; i += MEET) {
+                    g.ask(a, s, h, i);
+                    g.get(room.facts + (i - first), dO + (i - first) * 128, met_box, a, s, i);
+                }
+                __syncthreads();
+            }
 #pragma unroll 1
             for (; i0 < see.last; i0 += MEET) {
                 float S[MEET / 2], dP[MEET / 2];
-                auto &terms = room.of_warp[warp].terms;
+                auto &terms = room.of_warp[warp].terms[0];
                 score_piece asked[4];
                 if (GENERAL)
                     terms.ask(asked, a, s, x, i0, own0 + warp * 16);
                 const uint32_t q_at = shared_address(Q) + (i0 - first) * 128,
                                d_o_at = shared_address(dO) + (i0 - first) * 128;
                 wgmma_fence();
-                multiply_rows<T, 64, SHORT_OWN, MEET>(S, tile_at(shared_address(room.own[0])), tile_at(q_at));
+                multiply_boxes<T, D, MEET>(S, shared_address(room.own[0]), OWN_BOX, q_at, met_box);
                 wgmma_commit();
                 if (!STEPS) { /* else there are no registers for it now */
-                    multiply_rows<T, 64, SHORT_OWN, MEET>(dP, tile_at(shared_address(room.own[1])), tile_at(d_o_at));
+                    multiply_boxes<T, D, MEET>(dP, shared_address(room.own[1]), OWN_BOX, d_o_at, met_box);
                     wgmma_commit();
                 }
-                if (i0 >= known) {
-                    g.get(room.facts + (i0 - first), dO + (i0 - first) * 128, a, s, i0);
+                if (D == 64 && i0 >= known) {
+                    g.get(room.facts + (i0 - first), dO + (i0 - first) * 128, met_box, a, s, i0);
                     known = i0 + MEET;
                     if (!GENERAL && known < see.last)
                         g.ask(a, s, h, known);
@@ -270,21 +287,22 @@ __device__ static void own_keys(backward_room<T> &room, const args &a, int b, in
                 pack_rows<T, MEET>(P, S);
                 if (STEPS) {
                     wgmma_fence();
-                    multiply_rows<T, 64, SHORT_OWN, MEET>(dP, tile_at(shared_address(room.own[1])), tile_at(d_o_at));
+                    multiply_boxes<T, D, MEET>(dP, shared_address(room.own[1]), OWN_BOX, d_o_at, met_box);
                     wgmma_commit();
                 }
                 wgmma_wait<0>();
                 wgmma_fence();
-                multiply_columns<T, 64, MEET>(dV, P, tile_at(d_o_at, MEET * 128), met);
+                multiply_columns<T, D, MEET>(dV, P, tile_at(d_o_at, met_box), met);
                 wgmma_commit();
                 differentiate(t, dt, room.facts + (t.i0 - first));
                 pack_rows<T, MEET>(dS, dP);
                 wgmma_fence();
-                multiply_columns<T, 64, MEET>(dK, dS, tile_at(q_at, MEET * 128), met);
+                multiply_columns<T, D, MEET>(dK, dS, tile_at(q_at, met_box), met);
                 wgmma_commit();
                 wgmma_wait<0>();
                 met = 1;
-                if (GENERAL && i0 + MEET == known && known < see.last) /* before there are no registers for it */
+                if (GENERAL && D == 64 && i0 + MEET == known &&
+                    known < see.last) /* before there are no registers for it */
                     g.ask(a, s, h, known);
             }
         }
@@ -302,35 +320,46 @@ __device__ static void own_keys(backward_room<T> &room, const args &a, int b, in
     }
 }
 
-template <class T, bool GENERAL, bool STEPS>
+template <class T, int D, bool GENERAL, bool STEPS>
 __global__ void __launch_bounds__(SHORT_THREADS, 2)
     backward_sm90short(const __grid_constant__ args a, const __grid_constant__ short_division by, int most)
 {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
-    auto &room = *(backward_room<T> *)memory;
+    auto &room = *(backward_room<T, D, GENERAL> *)memory;
     int b, h;
     const int block = own_block(by, a, b, h);
     let_next_start();
     if (block >= by.k_blocks)
-        own_queries<T, GENERAL, STEPS>(room, a, b, h, (block - by.k_blocks) * by.q_tiles * SHORT_OWN, by.q_tiles, most);
+        own_queries<T, D, GENERAL, STEPS>(room, a, b, h, (block - by.k_blocks) * by.q_tiles * SHORT_OWN, by.q_tiles,
+                                          most);
     else if (h < a.Hk)
-        own_keys<T, GENERAL, STEPS>(room, a, b, h, block * by.k_tiles * SHORT_OWN, by.k_tiles, most);
+        own_keys<T, D, GENERAL, STEPS>(room, a, b, h, block * by.k_tiles * SHORT_OWN, by.k_tiles, most);
 #endif
 }
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+template <class T, int D> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 {
+    constexpr bool ALL = D == 64; /* else the planner sends nothing but scale and band */
+    typedef backward_room<T, D, false> plain_room;
+    typedef backward_room<T, D, ALL> general_room;
     const int most = (int)tiles_of(HEED_MAX(keys_of(a), a.Sq), MEET) * MEET;
     dim3 grid;
     const short_division by = divide(a, plan, grid);
-    const auto kernel = has_steps(a)    ? backward_sm90short<T, true, true>
-                        : is_general(a) ? backward_sm90short<T, true, false>
-                                        : backward_sm90short<T, false, false>;
-    return launch_early(kernel, grid, dim3(SHORT_THREADS),
-                        room_for_one(sizeof(backward_room<T>) + 2 * most * 128, grid, plan), plan, x, a, by, most);
+    const auto kernel = has_steps(a)    ? backward_sm90short<T, D, ALL, ALL>
+                        : is_general(a) ? backward_sm90short<T, D, ALL, false>
+                                        : backward_sm90short<T, D, false, false>;
+    const size_t bytes = (is_general(a) ? sizeof(general_room) : sizeof(plain_room)) +
+                         2 * plain_room::BOXES * most * 128;
+    return launch_early(kernel, grid, dim3(SHORT_THREADS), room_for_one(bytes, grid, plan), plan, x, a, by, most);
+}
+
+template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+{
+    const int width = HEED_MAX(a.D, a.Dv);
+    return width <= 64 ? run<T, 64>(a, plan, x) : width <= 96 ? run<T, 96>(a, plan, x) : run<T, 128>(a, plan, x);
 }
 
 size_t heed_backward_workspace_sm90short(const heed_problem *p, const heed_plan *plan)

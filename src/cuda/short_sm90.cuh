@@ -62,16 +62,17 @@ __device__ inline int own_block(const short_division &by, const args &a, int &b,
  * query are those of eight neighbours, as its mask and bias lie in memory. */
 __device__ inline constexpr int key_of_row(int r) { return (r & ~31) | (r & 6) << 2 | (r & 24) >> 2 | (r & 1); }
 
-/* So many rows of s, a multiple of 64, from `row` on as a tile for the tensor core, by all threads. Rows and columns that there
- * are not become zeros. MIXED: in the order of key_of_row(). */
-template <bool MIXED = false> __device__ inline void copy_rows(char *to, const source &s, int row, int rows)
+/* So many rows of s, a multiple of 64, from `row` on as a tile for the tensor core, of up to 64 columns, by all threads. Rows and
+ * columns that there are not become zeros. MIXED: in the order of key_of_row(). */
+template <bool MIXED = false, int COLUMNS = 64>
+__device__ inline void copy_rows(char *to, const source &s, int row, int rows)
 {
-    constexpr int ONCE = SHORT_THREADS / 8;
-    const int r0 = threadIdx.x / 8, chunk = threadIdx.x % 8;
+    constexpr int CHUNKS = COLUMNS / 8, ONCE = SHORT_THREADS / CHUNKS;
+    const int r0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     uint32_t at = shared_address(to) + r0 * 128 + (chunk ^ r0 % 8) * 16;
     const char *first = s.first + min(chunk * 16, s.end);
     const int i0 = row + (MIXED ? key_of_row(r0) : r0);
-    if (row + rows - 1 <= s.last && s.end == 112) { /* all are there */
+    if (row + rows - 1 <= s.last && s.end >= COLUMNS * 2 - 16) { /* all are there */
         first = row_from(first, i0, s.step);
 #pragma unroll 4
         for (int r = 0; r < rows; r += ONCE, at += ONCE * 128)
@@ -86,16 +87,40 @@ template <bool MIXED = false> __device__ inline void copy_rows(char *to, const s
     }
 }
 
+/* The same of D columns, in boxes of 64 that are so many bytes apart. */
+template <int D, bool MIXED = false>
+__device__ inline void copy_boxes(char *to, const source &s, int row, int rows, int box_bytes)
+{
+    const auto of_box = [&](int box) { return source{ s.first + box * 128, s.step, s.last, s.end - box * 128 }; };
+#pragma unroll 1
+    for (int box = 0; box < D / 64; box++)
+        copy_rows<MIXED>(to + box * box_bytes, of_box(box), row, rows);
+    if (D % 64)
+        copy_rows<MIXED, D % 64 ? D % 64 : 64>(to + D / 64 * box_bytes, of_box(D / 64), row, rows);
+}
+
 /* The same for two tensors. */
-template <bool MIXED = false>
-__device__ inline void copy_both(char *x, char *y, const source &to_x, const source &to_y, int row, int rows)
+template <int D, bool MIXED = false>
+__device__ inline void copy_both(char *x, char *y, const source &to_x, const source &to_y, int row, int rows,
+                                 int box_bytes)
 {
 #pragma unroll 1
     for (int n = 0; n < 2; n++) {
         const source s = { n ? to_y.first : to_x.first, n ? to_y.step : to_x.step, n ? to_y.last : to_x.last,
                            n ? to_y.end : to_x.end };
-        copy_rows<MIXED>(n ? y : x, s, row, rows);
+        copy_boxes<D, MIXED>(n ? y : x, s, row, rows, box_bytes);
     }
+}
+
+/* X = A B^T over D columns, 64 rows of A and N of B, in boxes that are so many bytes apart. */
+template <class T, int D, int N>
+__device__ inline void multiply_boxes(float (&X)[N / 2], uint32_t A, int a_box, uint32_t B, int b_box)
+{
+    const uint64_t a = tile_at(A), b = tile_at(B);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        wgmma<T, N>::template shared<0, 0>(X, on(a, k / 4 * a_box + k % 4 * 32), on(b, k / 4 * b_box + k % 4 * 32),
+                                           k != 0);
 }
 
 /* What has been copied so far but for the last so many groups can be read by the tensor core, for all of the block. */
@@ -113,25 +138,33 @@ __device__ inline void wait_for_tiles(int pending = 0)
     __syncthreads();
 }
 
-/* 16 rows and 64 columns of a warp leave, each times the factor of its row, or as zeros where that is 0. out: 2 KB. */
-template <class T>
-__device__ inline void store_rows(char *out, const float (&X)[32], float upper, float lower, const view &t, int64_t at,
+/* 16 rows of a warp leave, 64 columns after the other, each times the factor of its row, or as zeros where that is 0. out: 2 KB. */
+template <class T, int M>
+__device__ inline void store_rows(char *out, const float (&X)[M], float upper, float lower, const view &t, int64_t at,
                                   int64_t step, int rows, int width)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t to = shared_address(out) + lane % 16 * 128;
     const auto two = [&](int i, float by) { return by == 0.0f ? 0u : pack<T>(X[i] * by, X[i + 1] * by); };
 #pragma unroll
-    for (int c = 0; c < 8; c += 2)
-        store_matrices(to + ((c + lane / 16) ^ (lane % 8)) * 16, two(4 * c, upper), two(4 * c + 2, lower),
-                       two(4 * c + 4, upper), two(4 * c + 6, lower));
-    __syncwarp();
-    T *const first = (T *)t.data + at + lane % 8 * 8;
+    for (int box = 0; box < (M + 31) / 32; box++) {
+        if (box)
+            __syncwarp();
 #pragma unroll
-    for (int e = 0; e < 16; e += 4) {
-        const int i = e + lane / 8;
-        if (i < rows && lane % 8 * 8 < width)
-            *(uint4 *)(first + i * step) = *(const uint4 *)(out + i * 128 + (lane % 8 ^ i % 8) * 16);
+        for (int c = 0; c < HEED_MIN(M / 4 - 8 * box, 8); c += 2) {
+            const int i = 32 * box + 4 * c;
+            store_matrices(to + ((c + lane / 16) ^ (lane % 8)) * 16, two(i, upper), two(i + 2, lower),
+                           two(i + 4, upper), two(i + 6, lower));
+        }
+        __syncwarp();
+        const int column = 64 * box + lane % 8 * 8;
+        T *const first = (T *)t.data + at + column;
+#pragma unroll
+        for (int e = 0; e < 16; e += 4) {
+            const int i = e + lane / 8;
+            if (i < rows && column < width)
+                *(uint4 *)(first + i * step) = *(const uint4 *)(out + i * 128 + (lane % 8 ^ i % 8) * 16);
+        }
     }
 }
 
