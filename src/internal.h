@@ -162,7 +162,7 @@ enum {
     HEED_USES_ALL = (1 << 20) - 1,
 
     HEED_FOR_ROWS = 1 << 28,   /* of a kernel: what heed_are_few() says or is narrower gets it only by name, */
-    HEED_FOR_LONG = 1 << 29,   /* fewer than HEED_LONG rows and keys likewise */
+    HEED_FOR_LONG = 1 << 29,   /* what heed_is_long() does not call long likewise */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
     HEED_FOR_ROOM = 1 << 26,   /* what it needs more than HEED_ROOM bytes for gets it only by name */
@@ -231,6 +231,14 @@ unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
 /* Whether rows and keys are as few as a kernel of these uses wants them, by what is the same for every batch, so that no
  * sequence meets another kernel because of the others; and head sizes are whole pieces of 16 bytes. If not, why. */
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
+
+/* Whether there are so many rows or keys that it pays what the kernels of HEED_FOR_LONG do first: in fp32 with keys beyond those of
+ * short sequences, but for narrow heads. */
+static inline int heed_is_long(const heed_problem *p)
+{
+    const int sooner = p->a.q.dtype == HEED_F32 && p->D + p->Dv >= 128 && p->full.keys > HEED_SHORT_WIDE;
+    return sooner || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG;
+}
 
 /* Rows from which HEED_FOR_ROWS pays: fp32, twice as many if they are narrow, or see different keys; fp16, whose products
  * are fewer, half as many. And half as many keys. */

@@ -256,7 +256,7 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
 static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, size_t size)
 {
     const int64_t most = HEED_MAX(p->Sq, p->full.keys);
-    if (k->uses & HEED_FOR_LONG && most < HEED_LONG)
+    if (k->uses & HEED_FOR_LONG && !heed_is_long(p))
         snprintf(why, size, "is for %d rows or keys and more, these are at most %" PRId64, HEED_LONG, most);
     else if (k->uses & HEED_FOR_ROWS && heed_are_few(p, p->Sq, p->full.keys))
         snprintf(why, size,
