@@ -2,7 +2,7 @@
 
     python3 bench/small.py replay  [--lib PATH] [--dtype f32,f16]   forward and both: replays of a CUDA graph
     python3 bench/small.py modes   [--lib PATH] [--only WORDS]      the same under masks, for head sizes 8 to 256, ...
-    python3 bench/small.py grid    [--lib PATH] [--dtype f32,f16]   the same from few heads to a full GPU
+    python3 bench/small.py grid    [--lib PATH] [--only WORDS]      the same from few heads to a full GPU
     python3 bench/small.py user    [--dtype f32,f16]                eager calls of the Python package, by the host's clock
     python3 bench/small.py strided                                  keys off a stride, through the Python package
     python3 bench/small.py errors  [--lib PATH] [--dtype f32,f16]   of all of these against fp64
@@ -159,15 +159,17 @@ def modes(lib, dtypes, only):
                   f"{which2[:5]:<6}{peer2 / ours2:5.2f}", flush=True)
 
 
-def grid(lib, dtypes):
+def grid(lib, dtypes, only):
     """How many times as fast as PyTorch, forward and both: rows are heads and their size, columns keys."""
     keys = (64, 128, 192, 256)
     print("times as fast as PyTorch, forward and both (us of both); as many rows as keys" + "".join(f"{s:>22}" for s in keys))
     for name in dtypes:
         for batch, heads in ((2, 8), (8, 16), (64, 16)):
-            for d in (32, 64, 128, 256):
+            for d in (32, 64, 96, 128, 192, 256):
                 for causal in (False, True):
                     line = f"{name:<5}{batch} x {heads}, d{d}{' causal' if causal else '':<8}"
+                    if not any(word in line for word in only.split(",")):
+                        continue
                     for s in keys:
                         q, k, v, g = (normal(name, batch, heads, s, d) for _ in range(4))
                         heed = OnStream(lib, q, k, v, g, None, name, causal=int(causal))
@@ -289,17 +291,17 @@ def main():
     p.add_argument("what", choices=("replay", "modes", "grid", "user", "strided", "errors"))
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--dtype", default="f32,f16,bf16")
-    p.add_argument("--only", default="", metavar="WORDS", help="modes: those whose names have one of these")
+    p.add_argument("--only", default="", metavar="WORDS", help="modes, grid: those whose names have one of these")
     args = p.parse_args()
     dtypes = args.dtype.split(",")
     if args.what in ("user", "strided"):
         return user(dtypes) if args.what == "user" else strided()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
-    if args.what == "modes":
-        modes(lib, dtypes, args.only)
+    if args.what in ("modes", "grid"):
+        dict(modes=modes, grid=grid)[args.what](lib, dtypes, args.only)
     else:
-        dict(replay=replay, grid=grid, errors=errors)[args.what](lib, dtypes)
+        dict(replay=replay, errors=errors)[args.what](lib, dtypes)
 
 
 if __name__ == "__main__":
