@@ -15,15 +15,19 @@ TIMEOUT, BRIEF = 60, 5  # seconds that a rank waits for another; where one is ex
 
 class Ranks:
     def __init__(self, count: int, device: str) -> None:
+        self.count, self.device = count, device
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "heed.distributed"])
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         self.pipes, self.processes = [], []
-        for rank in range(count):
+        for rank in range(self.count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, port, device, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.count, port, self.device, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -31,7 +35,10 @@ class Ranks:
 
     def run(self, case: str, *arguments: Any, ranks: int = 4, fails: bool = False) -> list[Any]:
         """What the case returns on each of the first ranks. fails: the texts of the exceptions that it raises on
-        all."""
+        all. Ranks that an earlier case has ended are started again, with all others."""
+        if not all(process.is_alive() for process in self.processes[:ranks]):
+            self.stop()
+            self._start()
         for pipe in self.pipes[:ranks]:
             pipe.send((case, ranks, arguments))
         answers = []
