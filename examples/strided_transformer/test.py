@@ -75,7 +75,7 @@ def correctness(device, quick):
 
 
 def attention_times(size, device, backward):
-    """Milliseconds of naive and heed, attention alone, on q, k and v as they lie in the model."""
+    """Milliseconds of naive and heed, attention alone, on q, k and v as they lie in the model, backwards on this thread."""
     _, _, width, heads, batch, tokens, stride = size
     qkv = torch.randn(batch, tokens, 3, heads, width // heads, device=device).permute(2, 0, 3, 1, 4)
     q, k, v = (t.requires_grad_(backward) for t in qkv)
@@ -85,7 +85,8 @@ def attention_times(size, device, backward):
         return lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), d_o) if backward else attention(q, k, v)
 
     calls = [call_of(attention) for attention in (NaiveStridedAttention(stride), heed.CustomStridedAttention(stride))]
-    return milliseconds_in_turns(calls, torch.device(device), budget_ms=200, queued=False)
+    with torch.autograd.set_multithreading_enabled(False):  # to wake PyTorch's thread for a GPU takes longer than these
+        return milliseconds_in_turns(calls, torch.device(device), budget_ms=200, queued=False)
 
 
 def model_times(size, device):
