@@ -136,7 +136,7 @@ heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, cons
 
 heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x);
 
-/* backward_portable.cu: d_bias, for every family. */
+/* backward_portable_bias.cu: d_bias, for every family. */
 heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x);
 
 /* How every launch begins. While it lives the call's device is current; a holds the kernels' arguments, and what all
