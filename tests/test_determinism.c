@@ -130,6 +130,27 @@ TEST(threads_do_not_change_a_bit_of_merge_and_delta)
     case_free(&c);
 }
 
+/* src/cpu: a row's bits do not depend on those it is computed with, also where its own scores are near 0 and theirs are not. */
+TEST(rows_do_not_depend_on_their_neighbours)
+{
+    for_each_kernel(HEED_FORWARD, kernel) {
+        if (kernel.backend != HEED_CPU)
+            continue;
+        test_case c = case_new(&kernel, (case_shape){ .Sq = 130, .Sk = 600, .D = 64 });
+        case_forward(&c);
+        heed_tensor before = c.a.o;
+        c.a.o = case_tensor(&c, kernel.dtype, before.shape, NULL);
+        fill_row(&c.a.q, 0, 0, 41, 50), fill_row(&c.a.q, 0, 0, 113, -50);
+        case_forward(&c);
+        static const int64_t begin[] = { 0, 42, 114 }, count[] = { 41, 71, 16 };
+        for (int n = 0; n < COUNT(begin); n++) {
+            heed_tensor x = slice(before, 2, begin[n], 1, count[n]), y = slice(c.a.o, 2, begin[n], 1, count[n]);
+            expect_same_bits(&c, "rows beside others", &x, &y);
+        }
+        case_free(&c);
+    }
+}
+
 /* One sequence and one group of heads by themselves have the bits that they have in the batch. */
 TEST(a_batch_is_its_members)
 {
@@ -278,6 +299,7 @@ int main(void)
         cmocka_unit_test(threads_do_not_change_a_bit_of_summed_gradients),
         cmocka_unit_test(threads_do_not_change_a_bit_of_one_query_over_a_long_cache),
         cmocka_unit_test(threads_do_not_change_a_bit_of_merge_and_delta),
+        cmocka_unit_test(rows_do_not_depend_on_their_neighbours),
         cmocka_unit_test(a_batch_is_its_members),
         cmocka_unit_test(a_group_is_its_heads),
         cmocka_unit_test(a_ragged_batch_is_its_members),

@@ -31,6 +31,7 @@ typedef struct forward_layout {
     size_t scratch, scratch_stride; /* of one thread */
     size_t q, s, p, o;              /* inside scratch */
     size_t wild, wild_stride;       /* HEED_SPLIT: of each block of keys, whether it is to be left; as panels */
+    size_t reach, reach_stride;     /* MAY_BE_NEAR: of each key, as panels */
     size_t results, results_stride; /* O, m, l of one chunk: [Hk][slots] */
     size_t bytes;
 } forward_layout;
@@ -73,6 +74,9 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     if (HEED_SPLIT)
         take(&f.wild_stride, (f.keys / BC + 1 + 3) / 4);
     f.wild = used, used += f.wild_stride * (size_t)copies;
+    if (MAY_BE_NEAR && !f.all_direct)
+        take(&f.reach_stride, round_up(f.keys, W));
+    f.reach = used, used += f.reach_stride * (size_t)copies;
 
     f.q = take(&inside, f.block * f.ldq);
     f.s = f.p = take(&inside, HEED_MAX(MR, DIRECT_ROWS) * LDS);
@@ -111,11 +115,34 @@ typedef struct forward_block {
     right K, V;              /* of key 0 */
     float *panels, *values;
     unsigned char *wild;
+#if MAY_BE_NEAR
+    int may_be_near;
+    char met_near[BR];      /* tile: some row was near some keys, and its m may be of that kind */
+    float *reach;           /* |k|^2 as packed, the largest from the block's first key to this one */
+    float q_square[BR + W]; /* |q|^2, and of a tile ... */
+    float tile_square[BR];  /* ... not less than the largest; NaN: its rows may have different m */
+    float tile_least[BR];   /* not more than the least */
+#endif
     int64_t packed_first, packed_last; /* keys that are there already */
     ahead next, after;                 /* to be asked for now; with the last block of keys */
     int is_direct;                     /* few rows: direct.h */
     direct_rows direct;
 } forward_block;
+
+/* A tile of rows against a block of keys that begins with n0, between its scores and its values. */
+typedef struct forward_tile {
+    int64_t t, r0, rows, n0;
+    int64_t first, last, all_first, all_last; /* keys that some row sees, that all see */
+    int64_t from, to;                         /* columns that are computed */
+    float *S, keep[MR + W];
+#if HEED_SPLIT
+    weighing weights;
+#endif
+} forward_tile;
+
+#if MAY_BE_NEAR
+#include "near.h"
+#endif
 
 /* Keys [first, last) in the form that tiles read. */
 static void pack_more(forward_block *b, int64_t first, int64_t last)
@@ -133,6 +160,10 @@ static void pack_more(forward_block *b, int64_t first, int64_t last)
         if (HEED_SPLIT)
             b->wild[n / BC] = !(k_top <= SPLIT_MOST && v_top <= SPLIT_MOST && (v_top >= SPLIT_LEAST || v_top == 0));
     }
+#if MAY_BE_NEAR
+    if (b->may_be_near)
+        find_reach(b, first, last);
+#endif
 }
 
 /* Likewise, and what lies between them and those that are there, if they are not there yet. */
@@ -170,26 +201,13 @@ static void add_seen_values(float *O, int64_t ldo, const float *S, right V, int6
     }
 }
 
-/* A tile of rows against a block of keys that begins with n0, between its scores and its values. */
-typedef struct forward_tile {
-    int64_t t, r0, rows, n0;
-    int64_t first, last, all_first, all_last; /* keys that some row sees, that all see */
-    int64_t from, to;                         /* columns that are computed */
-    float *S, keep[MR + W];
-#if HEED_SPLIT
-    weighing weights;
-#endif
-} forward_tile;
-
-/* S of tile t, and with HEED_SPLIT meanwhile the weights of another one; the softmax, or with HEED_SPLIT its beginning. 0: no
- * row sees any of the keys n0 .. n1-1. */
-static int tile_scores(forward_block *b, forward_tile *x, int64_t t, int64_t n0, int64_t n1, float *S, meanwhile *work)
+/* Tile t and keys [n0, n1); 0: no row sees any of them. */
+static int tile_sees(const forward_block *b, forward_tile *x, int64_t t, int64_t n0, int64_t n1)
 {
-    const job *j = b->j;
     int64_t r0 = tile_begin(b->rows, b->tiles, t), rows = tile_begin(b->rows, b->tiles, t + 1) - r0;
     const query *q = b->row + r0;
     int64_t first = n0, last = n1, all_first = n0, all_last = n1;
-    if (j->partial) {
+    if (b->j->partial) {
         first = n1, last = n0;
         for (int64_t r = 0; r < rows; r++) {
             first = HEED_MIN(first, q[r].first), last = HEED_MAX(last, q[r].last);
@@ -197,17 +215,25 @@ static int tile_scores(forward_block *b, forward_tile *x, int64_t t, int64_t n0,
         }
         first = HEED_MAX(first, n0), last = HEED_MIN(last, n1);
     }
-    if (first >= last)
-        return 0;
-    int64_t from = (first - n0) / PANEL * PANEL, to = round_up(last - n0, W);
-    x->t = t, x->r0 = r0, x->rows = rows, x->n0 = n0, x->S = S, x->from = from, x->to = to;
+    x->t = t, x->r0 = r0, x->rows = rows, x->n0 = n0;
     x->first = first, x->last = last, x->all_first = all_first, x->all_last = all_last;
+    x->from = (first - n0) / PANEL * PANEL, x->to = round_up(last - n0, W);
+    return first < last;
+}
+
+/* S of a tile, and with HEED_SPLIT meanwhile the weights of another one; the softmax, or with HEED_SPLIT its beginning. */
+static void tile_scores(forward_block *b, forward_tile *x, float *S, meanwhile *work)
+{
+    const job *j = b->j;
+    const query *q = b->row + x->r0;
+    int64_t r0 = x->r0, rows = x->rows, n0 = x->n0, from = x->from, to = x->to;
+    x->S = S;
     if (b->is_direct)
-        direct_scores(&b->direct, S, n0, first - n0, last - n0);
+        direct_scores(&b->direct, S, n0, x->first - n0, x->last - n0);
     else
         multiply_scores(S + from, left_from(b->Q, r0, 0), right_from(b->K, 0, n0 + from), rows, (to - from) / W,
                         (j->p->D + PER_UNIT - 1) / PER_UNIT, work);
-    int whole = all_first <= n0 + from && all_last >= n0 + to; /* every row sees every column */
+    int whole = x->all_first <= n0 + from && x->all_last >= n0 + to; /* every row sees every column */
     if (j->changes || !whole)
         for (int64_t r = 0; r < rows; r++)
             adjust_row(j, b->span, q[r], S + r * LDS, NULL, n0, from, to);
@@ -215,13 +241,17 @@ static int tile_scores(forward_block *b, forward_tile *x, int64_t t, int64_t n0,
 #if HEED_SPLIT
     if (!j->p->drop_below) {
         softmax_begin(&x->weights, b->P, S, b->m + r0, x->keep, rows, from, to, c, &b->next);
-        return 1;
+        return;
     }
     x->weights.work.step = weigh, x->weights.row = x->weights.rows = 0;
+#elif MAY_BE_NEAR
+    if (b->may_be_near) {
+        near_softmax(b, x);
+        return;
+    }
 #endif
     softmax_tile(b->P, S, b->m + r0, b->l + r0, x->keep, rows, from, to, c,
-                 (b->is_direct ? DIRECT_DOT : HEED_DOT) && !j->p->drop_below, &b->next);
-    return 1;
+                 (b->is_direct ? DIRECT_DOT : HEED_DOT) && !j->p->drop_below, NULL, &b->next);
 }
 
 /* O of a tile. *finite, where a mask or a bias may hide any key: whether V is so in the block, which ends before n1; -1 where
@@ -432,6 +462,10 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
     b->tiles = b->is_direct ? 1 : tile_count(b->rows, tile_height(b->j, last - first));
     if (!(query_rows(b) <= SPLIT_MOST))
         leave_head(b->j, b->span->b * p->Hk + b->hk);
+#if MAY_BE_NEAR
+    if (b->may_be_near)
+        square_rows(b), memset(b->met_near, 0, sizeof b->met_near);
+#endif
     memset(b->started, 0, sizeof b->started);
     int64_t begin = HEED_MAX(first, n0) / BC * BC, end = HEED_MIN(last, n1);
     for (int64_t n = begin; n < end; n += BC) {
@@ -454,8 +488,9 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
         forward_tile tiles[2], *before = NULL;
         for (int64_t t = 0; t < b->tiles; t++) {
             forward_tile *x = before == tiles ? tiles + 1 : tiles;
-            int seen = tile_scores(b, x, t, begins, ends, b->S + (x - tiles) * MR * LDS,
-                                   before ? &before->weights.work : NULL);
+            int seen = tile_sees(b, x, t, begins, ends);
+            if (seen)
+                tile_scores(b, x, b->S + (x - tiles) * MR * LDS, before ? &before->weights.work : NULL);
             if (before)
                 tile_values(b, before, ends, &finite);
             before = seen ? x : NULL;
@@ -465,8 +500,10 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
 #else
         forward_tile x;
         for (int64_t t = 0; t < b->tiles; t++)
-            if (tile_scores(b, &x, t, begins, ends, b->S, NULL))
+            if (tile_sees(b, &x, t, begins, ends)) {
+                tile_scores(b, &x, b->S, NULL);
                 tile_values(b, &x, ends, &finite);
+            }
 #endif
     }
 }

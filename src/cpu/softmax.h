@@ -4,6 +4,16 @@
  *     m' = max(m, max_j s_j)     keep = 2^(c (m - m'))     P_j = 2^(c (s_j - m'))     l' = keep l + sum_j P_j
  */
 
+/* m keeps P within the range of floats, and the largest score is not the only number that does. A row is near a block of keys
+ * where |q| |k| says that none of those it sees has a |c s| above NEAR. Then m = NEAR_M / c will do, or what it has, and nobody
+ * needs to look for the largest. For that m, P = 2^(c s - NEAR_M) in one operation, and an eighth below a power of two, as bf16
+ * are closest there and scores of flat rows near 0. */
+#define MAY_BE_NEAR (HEED_DOT && !HEED_SPLIT)
+#define NEAR 40.0f
+#define NEAR_M 8.125f
+#define NEAR_ROWS 64  /* of a sequence, and ... */
+#define NEAR_KEYS 512 /* ... keys, for which it is worth finding out */
+
 /* 2^(c (m - m')) for each row of a tile goes to keep, m' to m; m' = max(m, the largest of the row's scores). top has -inf
  * behind the last row up to a whole vector: m of the next tile stays as it is. */
 static void raise_maxima(float *m, const float *top, float *keep, float *base, int64_t rows, float c)
@@ -37,9 +47,10 @@ INLINE void store_weights(float *P, float *S, int64_t r, int64_t i, vec x, vec y
         vec_store(S + r * LDS + i, x), vec_store(S + r * LDS + i + W, y);
 }
 
-/* The largest of columns [from, to) of each row of a tile raise m; l and O are to be scaled by keep. */
+/* The largest of columns [from, to) of each row of a tile raise m; l and O are to be scaled by keep. Which rows are near the
+ * keys, where some may be. */
 INLINE void raise_tile(const float *S, float *m, float *keep, float *base, int64_t rows, int64_t from, int64_t to,
-                       float c)
+                       float c, const char *near)
 {
     float top[MR + W] = { 0 };
     int64_t r = 0;
@@ -50,6 +61,9 @@ INLINE void raise_tile(const float *S, float *m, float *keep, float *base, int64
                  largest(s + HEED_MIN(2 * LDS, last), from, to), largest(s + HEED_MIN(3 * LDS, last), from, to),
                  top + r);
     }
+    for (r = 0; near && r < rows; r++)
+        if (near[r])
+            top[r] = m[r] == -INFINITY ? NEAR_M / c : -INFINITY;
     for (r = rows; r < round_up(rows, W); r++)
         top[r] = -INFINITY;
     raise_maxima(m, top, keep, base, rows, c);
@@ -68,39 +82,65 @@ INLINE void add_sums(float *l, const float *keep, vec *sum, int64_t rows)
     }
 }
 
+/* log2(P) = c (s - m), with c in `factor`. */
+typedef struct row_base {
+    vec m, offset;
+} row_base;
+
+INLINE row_base base_of(float m, float c, int may_be_near)
+{
+    if (may_be_near && m == NEAR_M / c)
+        return (row_base){ vec_zero(), vec_set1(-NEAR_M) };
+    return (row_base){ vec_set1(m), vec_zero() };
+}
+
+INLINE vec log2_of_weight(vec s, row_base base, vec factor)
+{
+    vec above = vec_sub(s, base.m);
+    return MAY_BE_NEAR ? vec_fma(above, factor, base.offset) : vec_mul(above, factor);
+}
+
 /* Columns i and i + W, or i alone if that is the last before `to`, of row r: from scores to weights and onto their sums. */
-INLINE void weigh_pair(float *P, float *S, int64_t r, int64_t i, int64_t to, vec base, vec factor, vec sum[2],
+INLINE void weigh_pair(float *P, float *S, int64_t r, int64_t i, int64_t to, row_base base, vec factor, vec sum[2],
                        const int as_units)
 {
     const float *s = S + r * LDS + i;
-    vec x = vec_exp2(vec_mul(vec_sub(vec_load(s), base), factor)), y = vec_zero();
+    vec x = vec_exp2(log2_of_weight(vec_load(s), base, factor)), y = vec_zero();
     if (i + W < to) {
-        y = vec_exp2(vec_mul(vec_sub(vec_load(s + W), base), factor));
+        y = vec_exp2(log2_of_weight(vec_load(s + W), base, factor));
         sum[1] = vec_add(sum[1], y);
     }
     sum[0] = vec_add(sum[0], x);
     store_weights(P, S, r, i, x, y, as_units);
 }
 
-/* Scores of a tile to weights, columns [from, to) of S, multiples of 2 W and W: as units to P, which is S or another place,
- * or as floats where they are. Updates m and l and says in keep by what to scale O. A step of `next` for each row. */
-static inline void softmax_tile(float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from,
-                                int64_t to, float c, const int as_units, ahead *next)
+/* Weights of a tile, columns [from, to) of S, multiples of 2 W and W: as units to P, which is S or another place, or as floats
+ * where they are. Updates l. A step of `next` for each row. */
+INLINE void weigh_tile(float *P, float *S, float *l, const float *keep, const float *base, const int all_near,
+                       int some_near, int64_t rows, int64_t from, int64_t to, float c, const int as_units, ahead *next)
 {
-    float base[MR + W];
     vec sum[MR + W];
-    raise_tile(S, m, keep, base, rows, from, to, c);
     for (int64_t r = 0; r < rows; r++) {
         vec of_row[2] = { vec_zero(), vec_zero() };
+        row_base b = all_near ? (row_base){ vec_zero(), vec_set1(-NEAR_M) } : base_of(base[r], c, some_near);
         int64_t i = from;
         ask(next);
         for (; i + W < to; i += 2 * W)
-            weigh_pair(P, S, r, i, INT64_MAX, vec_set1(base[r]), vec_set1(c), of_row, as_units);
+            weigh_pair(P, S, r, i, INT64_MAX, b, vec_set1(c), of_row, as_units);
         if (i < to)
-            weigh_pair(P, S, r, i, to, vec_set1(base[r]), vec_set1(c), of_row, as_units);
+            weigh_pair(P, S, r, i, to, b, vec_set1(c), of_row, as_units);
         sum[r] = vec_add(of_row[0], of_row[1]);
     }
     add_sums(l, keep, sum, rows);
+}
+
+/* Scores of a tile to weights. Updates m and l and says in keep by what to scale O; `near` as in raise_tile(). */
+static inline void softmax_tile(float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from,
+                                int64_t to, float c, const int as_units, const char *near, ahead *next)
+{
+    float base[MR + W];
+    raise_tile(S, m, keep, base, rows, from, to, c, near);
+    weigh_tile(P, S, l, keep, base, 0, near != NULL, rows, from, to, c, as_units, next);
 }
 
 #if HEED_SPLIT
@@ -121,7 +161,8 @@ static void weigh(meanwhile *work)
     if (w->row == w->rows)
         return;
     int64_t i = w->column;
-    vec base = vec_set1(w->base[w->row]), factor = vec_set1(w->c), *sum = w->sum[w->row];
+    row_base base = base_of(w->base[w->row], w->c, 0);
+    vec factor = vec_set1(w->c), *sum = w->sum[w->row];
     if (i + 4 * W <= w->to) {
         each(h, 2)
             weigh_pair(w->P, w->S, w->row, i + 2 * h * W, INT64_MAX, base, factor, sum, 1);
@@ -142,7 +183,7 @@ static void softmax_begin(weighing *w, float *P, float *S, float *m, float *keep
     w->work.step = weigh, w->P = P, w->S = S, w->row = 0, w->column = from, w->rows = rows, w->from = from, w->to = to,
     w->c = c;
     w->next = next;
-    raise_tile(S, m, keep, w->base, rows, from, to, c);
+    raise_tile(S, m, keep, w->base, rows, from, to, c, NULL);
     memset(w->sum, 0, sizeof w->sum);
 }
 

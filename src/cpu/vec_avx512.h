@@ -149,6 +149,7 @@ static inline float vec_largest(vec top)
     memcpy(&x, &bits, sizeof x);
     return x;
 }
+static inline float vec_least(vec x) { return _mm512_reduce_min_ps(x); }
 /* a and b hold 2 W bf16 each. Lane i of the result: the pair (a_i, b_i), or with `high` (a_(i+W), b_(i+W)). */
 static inline vec vec_zip(vec a, vec b, const int high)
 {
