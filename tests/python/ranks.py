@@ -48,6 +48,7 @@ class Ranks:
                 answers.append(pipe.recv())
             except EOFError:
                 answers.append(("died", "", ""))
+                self.processes[rank].join(20)  # a GPU's memory takes a while to go
         for rank, (kind, _, trace) in enumerate(answers):
             assert fails or kind == "done", f"rank {rank}, {case}: {kind}\n{trace}"
         return [answer[:2] if fails else answer[1] for answer in answers]
