@@ -214,8 +214,11 @@ int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
         }
     const int64_t head_dim = HEED_MAX(HEED_MAX(p->D, p->Dv), 1);
     /* A forward of 16 bits that meets all keys at once takes as many rows as a launch holds blocks for. */
-    const int any_rows = uses & HEED_ONLY_SHORT && p->pass == HEED_FORWARD && bytes == 2 && keys <= HEED_AT_ONCE &&
-                         head_dim <= 64 && p->Sq <= 65535 * 64;
+    const int any_rows = uses & HEED_ONLY_SHORT && p->pass == HEED_FORWARD && bytes == 2 &&
+                         keys <= (head_dim <= 64    ? HEED_AT_ONCE
+                                  : head_dim <= 192 ? HEED_AT_ONCE_WIDE
+                                                    : 0) &&
+                         p->Sq <= 65535 * 64;
     const int64_t most = any_rows ? keys : HEED_MAX(p->Sq, keys), width = bytes == 4 && head_dim > 32 ? 64 : head_dim;
     const int terms = bytes == 2 && (p->a.mask.data || p->a.bias.data), wide = head_dim > (bytes == 2 ? 64 : 128);
     const int64_t limit = !(uses & HEED_ONLY_SHORT) ? HEED_SMALL / width /* fp32 is computed as 32 or 64 */

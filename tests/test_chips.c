@@ -350,6 +350,7 @@ TEST(few_rows_and_keys_get_kernels_of_their_own)
         { 70, 70, 60, "sm90short_f16: passed over: takes head_dim in multiples of 8, this is 60", HEED_F16, "h200" },
         { HEED_SHORT_WIDEST, HEED_SHORT_WIDEST, 128, "sm90short_bf16: taken", HEED_BF16, "h200" },
         { HEED_SHORT_WIDEST, HEED_SHORT_WIDEST, 256, "forward_cuda_sm90short_f16: taken", HEED_F16, "h200" },
+        { 1000, HEED_AT_ONCE_WIDE, 192, "forward_cuda_sm90short_f16: taken", HEED_F16, "h200" },
         { 70, HEED_SHORT_WIDEST + 1, 72,
           "sm90short_f16: passed over: takes up to 128 keys of this head_dim, these are 129", HEED_F16, "h200" },
     };

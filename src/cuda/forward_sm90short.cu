@@ -26,7 +26,8 @@ __device__ static float conclude(float m, float sum, float c, float scale, float
 /* So many on a multiprocessor, where the GPU is full. */
 template <int D, int KEYS>
 constexpr int most_blocks = D > 192       ? 2
-                            : D > 64      ? 3
+                            : D > 128     ? 3
+                            : D > 64      ? 4
                             : KEYS <= 64  ? 6
                             : KEYS <= 96  ? 5
                             : KEYS <= 192 ? 4
@@ -39,7 +40,7 @@ template <int N> struct number {
 /* Keys are met N at once and then LAST, where there are so many. GENERAL: a sink, or what the scores need beyond scale and such
  * bands as short_row() takes. in_turn: V takes K's place. */
 template <class T, int D, int N, int LAST, bool GENERAL, bool STEPS>
-__global__ void __launch_bounds__(SHORT_THREADS, most_blocks<D, N + LAST> - (D == 64 && GENERAL))
+__global__ void __launch_bounds__(SHORT_THREADS, most_blocks<D, N + LAST> - (D <= 128 && GENERAL))
     forward_sm90short(const __grid_constant__ args a, int in_turn)
 {
 #if __CUDA_ARCH__ >= 900
@@ -169,7 +170,10 @@ static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
 
 template <class T, int D> static heed_status run_wide(const args &a, const heed_plan *plan, const heed_exec *x)
 {
-    return keys_of(a) <= 64 ? run<T, D, 64, 0>(a, plan, x) : run<T, D, 128, 0>(a, plan, x);
+    const int keys = keys_of(a);
+    return keys <= 64   ? run<T, D, 64, 0>(a, plan, x)
+           : keys <= 96 ? run<T, D, 96, 0>(a, plan, x)
+                        : run<T, D, 128, 0>(a, plan, x);
 }
 
 template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
