@@ -282,6 +282,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
     }
     S::prepare();
+    let_next_start();
+    wait_for_last();
     __syncthreads();
     if (threadIdx.x < 128) {
         fewer_registers<S::PRODUCER_REGISTERS>();
@@ -341,6 +343,8 @@ heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, c
         return status;
     const int blocks = (int)HEED_MIN(total, units);
     const tile_order order = order_of<S>(a, by, rows * (a.D + a.Dv) * 2, blocks);
+    if (total <= units) /* a block for each tile: what it does before its first load is worth hiding */
+        return launch_next(forward_sm90<T, S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, order);
     return launch(forward_sm90<T, S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, order);
 }
 
