@@ -54,20 +54,23 @@ using sums128 = sums<128, 1, 2, 2, AHEAD | OWNER, 2>;
 
 #define ALL(NAME, D, ...)                                                                                              \
     {                                                                                                                  \
-        "one: " NAME, D, { heed_sm90_dkv(D), heed_sm90_dq(D), kernel<__VA_ARGS__>() }                                  \
+        "one: " NAME, D,                                                                                               \
+        {                                                                                                              \
+            heed_sm90_dkv(D), heed_sm90_dq(D), kernel<__VA_ARGS__>(), {}                                               \
+        }                                                                                                              \
     }
 #define KEYS(NAME, D, ...)                                                                                             \
     {                                                                                                                  \
         "two: " NAME, D,                                                                                               \
         {                                                                                                              \
-            kernel<dkv<D, __VA_ARGS__>>(), heed_sm90_dq(D), {}                                                         \
+            kernel<dkv<D, __VA_ARGS__>>(), heed_sm90_dq(D), {}, {}                                                     \
         }                                                                                                              \
     }
 #define QUERIES(NAME, D, ...)                                                                                          \
     {                                                                                                                  \
         "two: " NAME, D,                                                                                               \
         {                                                                                                              \
-            heed_sm90_dkv(D), kernel<dq<D, __VA_ARGS__>>(), {}                                                         \
+            heed_sm90_dkv(D), kernel<dq<D, __VA_ARGS__>>(), {}, {}                                                     \
         }                                                                                                              \
     }
 static const variant variants[] = {

@@ -165,12 +165,8 @@ enum {
     HEED_FOR_LONG = 1 << 29,   /* what heed_is_long() does not call long likewise */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
-    HEED_FOR_ROOM = 1 << 26,   /* what it needs more than HEED_ROOM bytes for gets it only by name */
+    HEED_FOR_ROOM = 1 << 26,   /* what it needs more bytes for than q, k, v and o have gets it only by name */
 };
-/* The most that a workspace should be beside q, k, v and o of so many bytes. Sums of dQ have as many as q and o; where k
- * and v are small beside these, L and delta make it a little more, and a backward without sums takes up to three times
- * as long. */
-#define HEED_ROOM(inputs) ((inputs) + (inputs) / 8)
 #define HEED_ROWS 128 /* docs/tuning.md, section 1 */
 #define HEED_NARROW 32
 #define HEED_LONG 512 /* section 5 */

@@ -272,7 +272,7 @@ static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, 
     return 1;
 }
 
-/* Whether its workspace would be larger than HEED_ROOM: many sequences of few rows, in few and narrow heads. */
+/* Whether its workspace would be larger than q, k, v and o: many sequences of few rows, in few and narrow heads. */
 static int wants_too_much(const heed_kernel *k, const heed_problem *p, const heed_device *d, char *why, size_t size)
 {
     const heed_attention *a = &p->a;
@@ -282,7 +282,7 @@ static int wants_too_much(const heed_kernel *k, const heed_problem *p, const hee
         return 0;
     const size_t bytes = k->workspace(p, &(heed_plan){ .kernel = k, .device = *d });
     snprintf(why, size, "would need %zu bytes of workspace, q, k, v and o are %zu", bytes, inputs);
-    return bytes > HEED_ROOM(inputs);
+    return bytes > inputs;
 }
 
 static const heed_kernel *named(const char *name)

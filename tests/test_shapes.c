@@ -86,6 +86,23 @@ TEST(many_rows_meet_many_keys)
         }
 }
 
+/* The Hopper backward takes many heads over the same keys in parts, where their rows are many. */
+TEST(many_heads_over_one_meet_many_rows)
+{
+    for_each_kernel(HEED_BACKWARD, kernel)
+        for (int n = 0; n < 3; n++) {
+            static const case_shape shapes[] = { { .Hq = 32, .Hk = 1, .Sq = 1040, .Sk = 250, .D = 64 },
+                                                 { .Hq = 20, .Hk = 1, .Sq = 1680, .Sk = 120, .D = 96 },
+                                                 { .Hq = 20, .Hk = 1, .Sq = 1680, .Sk = 120, .D = 128 } };
+            if (!strstr(kernel.name, "_cuda_sm90fused_"))
+                continue;
+            test_case c = case_new(&kernel, shapes[n]);
+            c.a.causal = n > 0, c.a.align = HEED_ALIGN_BOTTOM_RIGHT;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(one_query_meets_a_long_cache)
 {
     for_each_kernel(EITHER_PASS, kernel) {
@@ -172,6 +189,7 @@ int main(void)
         cmocka_unit_test(sizes_around_the_tiles_of_a_kernel_work),
         cmocka_unit_test(sizes_around_the_tiles_of_each_head_size_work),
         cmocka_unit_test(many_rows_meet_many_keys),
+        cmocka_unit_test(many_heads_over_one_meet_many_rows),
         cmocka_unit_test(one_query_meets_a_long_cache),
         cmocka_unit_test(few_rows_meet_many_keys),
         cmocka_unit_test(one_key_meets_many_queries),

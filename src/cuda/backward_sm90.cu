@@ -1,287 +1,7 @@
 /* Backward for Hopper, fp16 and bf16, head sizes to 256, with no workspace but two floats for each row of q. Three
  * kernels: what each query contributes (L and delta), dK and dV, dQ. Or one kernel for all three gradients, with dQ's
  * sums in memory (backward_sm90fused.cu), and what comes before and after it. */
-#include "backward_sm90.cuh"
-
-/* ---- Pieces of work ---------------------------------------------------------------------------------------------- */
-
-__device__ inline int2 visible_columns(const args &a, const span &q, bool keys, int row)
-{
-    int2 r;
-    if (keys)
-        band_of_key(a, q, row, r.x, r.y);
-    else
-        band_of_row(a, q, row, r.x, r.y);
-    return r;
-}
-
-/* The columns that keys row .. + rows of a sequence see, as describe() finds them; none: their end is 0. */
-__device__ inline int2 columns_of(const args &a, const span &q, int row, int rows)
-{
-    const int top = threadIdx.x % 32 * 64;
-    int first = INT32_MAX, last = 0;
-    if (top < rows) {
-        const int2 r0 = visible_columns(a, q, true, row + top);
-        const int2 r1 = visible_columns(a, q, true, row + min(top + 64, rows) - 1);
-        if (min(r0.x, r1.x) < max(r0.y, r1.y))
-            first = min(r0.x, r1.x), last = max(r0.y, r1.y);
-    }
-    return make_int2(__reduce_min_sync(~0u, first), __reduce_max_sync(~0u, last));
-}
-
-/* When tile `tile` of the keys may add to dQ: after the nearest one before it that sees queries, and before the nearest
- * one after it. Grouped, after the one that follows it in its group where that sees the queries, else after the first of the
- * group before, which sees all that it sees. By a whole warp. */
-__device__ inline void find_turn(const args &a, const span &q, int tile, int rows, bool grouped, piece &w)
-{
-    int before = tile - 1, after = tile + 1;
-    int2 seen = make_int2(0, 0), next = seen;
-    if (grouped) {
-        const int tiles = (q.keys + rows - 1) / rows, group = group_of(grouped, tiles), first = tile / group * group;
-        if (after < min(first + group, tiles))
-            next = columns_of(a, q, after * rows, min(rows, q.keys - after * rows));
-        if (threadIdx.x % 32 == 0)
-            w.turn = first ? first - group + 1 : 0, w.alone = next.y ? next.x / COLUMNS : INT32_MAX;
-        return;
-    }
-    while (before >= 0 && !(seen = columns_of(a, q, before * rows, rows)).y)
-        before--;
-    while (after * rows < q.keys && !(next = columns_of(a, q, after * rows, min(rows, q.keys - after * rows))).y)
-        after++;
-    if (threadIdx.x % 32 == 0) {
-        w.turn = before + 1, w.alone = (seen.y + COLUMNS - 1) / COLUMNS;
-        w.until = next.y ? next.x / COLUMNS : INT32_MAX;
-    }
-}
-
-/* Own rows row .. + rows of a sequence, which exist. The first column is a multiple of grid. By a whole warp. */
-__device__ inline void describe(const args &a, const span &q, bool keys, int row, int rows, int grid, piece &w)
-{
-    /* Lane g speaks for group g. Its rows' ranges grow with the row, so the outermost rows tell of all. */
-    const int lane = threadIdx.x % 32, top = lane * 64;
-    int first = INT32_MAX, last = 0, inside = 0, outside = 0;
-    if (top < rows) {
-        const int2 r0 = visible_columns(a, q, keys, row + top);
-        const int2 r1 = visible_columns(a, q, keys, row + min(top + 64, rows) - 1);
-        if (top + 64 <= rows) /* rows that do not exist would see what they must not */
-            inside = max(r0.x, r1.x), outside = min(r0.y, r1.y);
-        if (min(r0.x, r1.x) < max(r0.y, r1.y))
-            first = min(r0.x, r1.x), last = max(r0.y, r1.y);
-    }
-    const int start = __reduce_min_sync(~0u, first) / grid * grid, stop = __reduce_max_sync(~0u, last);
-    const bool empty = first == INT32_MAX;
-    if (lane < 3) {
-        w.begin[lane] = empty ? 0 : (first - start) / COLUMNS;
-        w.end[lane] = empty ? 0 : (last - start + COLUMNS - 1) / COLUMNS;
-        w.inside[lane] = inside, w.outside[lane] = outside;
-    }
-    if (lane)
-        return;
-    w.exists = 1, w.head = 0;
-    w.start = start, w.tiles = start < stop ? (stop - start + COLUMNS - 1) / COLUMNS : 0;
-    w.batch = keys ? q.k_batch : q.q_batch, w.memory_row = (keys ? q.k_row : q.q_row) + row;
-    w.other_batch = keys ? q.q_batch : q.k_batch, w.other_row = keys ? q.q_row : q.k_row;
-    w.columns = keys ? q.rows : q.keys;
-}
-
-/* One warp for each tile of each sequence, of keys and then of queries. */
-__device__ inline void fill_piece(const args &a, const piece_table &of_keys, const piece_table &of_queries, int number)
-{
-    const int lane = threadIdx.x % 32;
-    const bool keys = number < a.B * of_keys.tiles;
-    const piece_table &t = keys ? of_keys : of_queries;
-    const int which = keys ? number : number - a.B * of_keys.tiles;
-    if (which >= a.B * t.tiles)
-        return;
-    const int b = which / t.tiles, tile = which - b * t.tiles, row = tile * t.rows;
-    const span q = span_of(a, b);
-    const int rows = min(t.rows, (keys ? q.keys : q.rows) - row);
-    if (tile == 0 && lane == 0)
-        t.lengths[b] = keys ? q.keys : q.rows;
-    if (rows <= 0)
-        return;
-    const int at = piece_at(a, keys, t.rows, b, tile);
-    piece &w = t.pieces[at];
-    describe(a, q, keys, row, rows, t.grid, w);
-    if (lane == 0)
-        w.ranges = at * t.rows, w.rows = rows, w.tile = tile, w.turns = piece_at(a, false, COLUMNS, b, 0),
-        w.sums = piece_at(a, false, 16, b, 0);
-    if (keys)
-        find_turn(a, q, tile, t.rows, t.grouped, w);
-    for (int r = lane; r < t.rows; r += 32)
-        t.ranges[(int64_t)at * t.rows + r] = r < rows ? visible_columns(a, q, keys, row + r) : make_int2(0, 0);
-}
-
-__global__ void __launch_bounds__(128)
-    find_pieces(const __grid_constant__ args a, const __grid_constant__ piece_table of_keys,
-                const __grid_constant__ piece_table of_queries)
-{
-    let_next_start();
-    fill_piece(a, of_keys, of_queries, blockIdx.x * 4 + threadIdx.x / 32);
-}
-
-/* ---- L and delta ------------------------------------------------------------------------------------------------- */
-
-struct term_rows {
-    float *L, *delta; /* [batches][Hq][pitch] */
-    uint2 *terms;     /* as many, where dQ is summed, of -L / c and -delta: both_terms(), */
-    uint32_t *least;  /* whose last numbers are here */
-    float inverse;    /* 1 / c */
-    dq_sums sums;
-    int *turns;    /* of as many places: they start at 0, as do */
-    int *counters; /* of the two kernels that follow */
-    int places, rows, pitch;
-    int64_t heads; /* batches * Hq */
-};
-
-template <class T> __device__ inline float dot_product(uint4 x, uint4 y)
-{
-    const uint32_t a[4] = { x.x, x.y, x.z, x.w }, b[4] = { y.x, y.y, y.z, y.w };
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 u = unpack2<T>(a[i]), v = unpack2<T>(b[i]);
-        sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
-    }
-    return sum;
-}
-
-/* Blocks of eight warps. */
-__host__ __device__ inline int piece_blocks(const args &a, const piece_table &of_keys, const piece_table &of_queries)
-{
-    return (a.B * (of_keys.tiles + of_queries.tiles) + 7) / 8;
-}
-
-constexpr int TURNS = 4; /* rows for each group of lanes: all are asked for before any is used */
-
-/* What comes before the large kernels, in one launch: the first blocks find pieces of work, and in the others LANES lanes
- * have a row, 8 columns each. In the end a quarter of them has the sum of each row. */
-template <class T, int LANES>
-__global__ void __launch_bounds__(256)
-    find_terms(const __grid_constant__ args a, const __grid_constant__ term_rows t,
-               const __grid_constant__ piece_table of_keys, const __grid_constant__ piece_table of_queries)
-{
-    constexpr int GROUPS = 256 / LANES, SHARE = LANES / TURNS;
-    let_next_start();
-    const int block = blockIdx.x - piece_blocks(a, of_keys, of_queries);
-    if (block < 0) {
-        fill_piece(a, of_keys, of_queries, blockIdx.x * 8 + threadIdx.x / 32);
-        return;
-    }
-    const int chunks = (t.rows + GROUPS * TURNS - 1) / (GROUPS * TURNS), bh = block / chunks;
-    const int first = (block - bh * chunks) * GROUPS * TURNS + threadIdx.x / LANES;
-    const int b = bh / a.Hq, h = bh - b * a.Hq, lane = threadIdx.x % LANES, own = first + lane / SHARE * GROUPS;
-    const T *const x = (const T *)a.o.data + row_at(a.o, b, h, first);
-    const T *const y = (const T *)a.d_o.data + row_at(a.d_o, b, h, first);
-    const int c = lane * 8, columns = a.delta.data ? 0 : min(8, a.Dv - c);
-    uint4 o[TURNS], d_o[TURNS];
-    float sum[TURNS], lse = 0.0f, delta = 0.0f;
-#pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-        o[turn] = d_o[turn] = make_uint4(0, 0, 0, 0);
-        if (columns == 8 && first + turn * GROUPS < t.rows) {
-            o[turn] = __ldcs((const uint4 *)(x + turn * GROUPS * a.o.stride[2] + c)); /* nobody asks again */
-            d_o[turn] = *(const uint4 *)(y + turn * GROUPS * a.d_o.stride[2] + c);
-        }
-    }
-    if (own < t.rows) {
-        lse = load(a.lse, row_at(a.lse, b, h, own));
-        delta = a.delta.data   ? load(a.delta, row_at(a.delta, b, h, own))
-                : a.d_lse.data ? -load(a.d_lse, row_at(a.d_lse, b, h, own))
-                               : 0.0f;
-    }
-    if (block == 0 && threadIdx.x < 2)
-        t.counters[threadIdx.x] = 0;
-    for (int64_t n = (int64_t)block * 256 + threadIdx.x; t.sums.data && n < t.places;
-         n += (int64_t)(gridDim.x - blockIdx.x + block) * 256)
-        t.turns[n * TURN_APART] = 0;
-#pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-        sum[turn] = dot_product<T>(o[turn], d_o[turn]);
-        if (columns < 8 && first + turn * GROUPS < t.rows)
-            for (int e = c; e < c + columns; e++)
-                sum[turn] = fmaf((float)x[turn * GROUPS * a.o.stride[2] + e],
-                                 (float)y[turn * GROUPS * a.d_o.stride[2] + e], sum[turn]);
-    }
-#pragma unroll
-    for (int rows = TURNS / 2, lanes = LANES / 2; rows; rows /= 2, lanes /= 2) /* half of them keep half of the rows */
-#pragma unroll
-        for (int r = 0; r < rows; r++) {
-            const bool high = threadIdx.x & lanes;
-            const float given = __shfl_xor_sync(~0u, high ? sum[r] : sum[r + rows], lanes);
-            sum[r] = (high ? sum[r + rows] : sum[r]) + given;
-        }
-#pragma unroll
-    for (int lanes = SHARE / 2; lanes; lanes /= 2)
-        sum[0] += __shfl_xor_sync(~0u, sum[0], lanes);
-    if (lane % SHARE == 0 && own < t.rows) {
-        /* A row that saw no key has L = +inf, so P = 0. Else L is kept finite, so that c S - L is not inf - inf. */
-        const float L = -min_or_nan(-min_or_nan(lse * LOG2E, 3.4e38f), 3.4e38f);
-        const bool none = lse == -CUDART_INF_F;
-        const int64_t at = (int64_t)bh * t.pitch + own;
-        if (!t.terms || a.d_sink.data)
-            t.L[at] = none ? CUDART_INF_F : L, t.delta[at] = none ? 0.0f : delta + sum[0];
-        if (t.terms) {
-            const uint4 x = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse,
-                                       none ? 0.0f : -(delta + sum[0]));
-            t.terms[at] = make_uint2(x.x, x.z), t.least[at] = x.y & 0xFFFF | x.w << 16;
-        }
-    }
-}
-
-template <class T>
-static heed_status launch_terms(const args &a, const term_rows &t, const piece_table &of_keys,
-                                const piece_table &of_queries, const heed_exec *x)
-{
-    const int lanes = a.Dv <= 64 ? 8 : a.Dv <= 128 ? 16 : 32;
-    return launch(lanes == 8    ? find_terms<T, 8>
-                  : lanes == 16 ? find_terms<T, 16>
-                                : find_terms<T, 32>,
-                  piece_blocks(a, of_keys, of_queries) + t.heads * tiles_of(t.rows, 256 / lanes * TURNS), 256, 0, x, a,
-                  t, of_keys, of_queries);
-}
-
-/* ---- dQ from its sums -------------------------------------------------------------------------------------------- */
-
-/* A block for each tile of each head; each thread takes 8 columns of two rows at a time. */
-template <class T>
-__global__ void __launch_bounds__(128)
-    finish_dq(const __grid_constant__ args a, const __grid_constant__ term_rows t, int tiles)
-{
-    const int h = blockIdx.x % a.Hq, tile = blockIdx.x / a.Hq % tiles, b = blockIdx.x / a.Hq / tiles;
-    wait_for_last();
-    const int groups = t.sums.width / 8, strip = piece_at(a, false, 16, b, 0);
-    const span q = span_of(a, b);
-    const bool any = t.turns[place_of(a, piece_at(a, false, COLUMNS, b, tile), h)]; /* else nothing is there */
-    for (int n = threadIdx.x; n < COLUMNS / 2 * groups; n += 128) {
-        const int i = tile * COLUMNS + n / (8 * groups) * 16 + n % 8, group = n / 8 % groups, columns = a.D - group * 8;
-        if (i >= q.rows || columns <= 0)
-            continue;
-        const float *from = t.sums.at(h, strip, i) + group * 128 + n % 8 * 16;
-        float y[2][8];
-#pragma unroll
-        for (int lane = 0; lane < 4; lane++) {
-            const float4 x = any ? *(const float4 *)(from + lane * 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            y[0][lane * 2] = x.x * a.scale, y[0][lane * 2 + 1] = x.y * a.scale;
-            y[1][lane * 2] = x.z * a.scale, y[1][lane * 2 + 1] = x.w * a.scale;
-        }
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            if (i + r * 8 >= q.rows)
-                continue;
-            const int64_t at = row_at(a.d_q, q.q_batch, h, q.q_row + i + r * 8) + group * 8;
-            const float *const x = y[r];
-            if (columns >= 8 && a.d_q.dtype != HEED_F32)
-                *(uint4 *)((uint16_t *)a.d_q.data + at) = make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
-                                                                     pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
-            else
-#pragma unroll
-                for (int e = 0; e < 8; e++)
-                    if (e < columns)
-                        store(a.d_q, at + e, x[e] + (a.accumulate ? load(a.d_q, at + e) : 0.0f));
-        }
-    }
-}
+#include "backward_sm90_around.cuh"
 
 struct tables {
     term_rows terms;
@@ -292,10 +12,17 @@ struct tables {
 
 static int64_t pitch_of(const heed_problem *p) { return (p->a.q.shape[2] + 3) / 4 * 4; }
 
+/* How many tiles of so many rows of q or k a table has: see piece_at(). */
+static int64_t places_of(const heed_problem *p, const heed_tensor *t, int rows)
+{
+    const int64_t length = t->shape[2];
+    return (t == &p->a.k ? p->a.offsets_k : p->a.offsets_q) ? length / rows + p->B : p->B * tiles_of(length, rows);
+}
+
 void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *p, const heed_tensor *rows_of, int rows,
                           int grid)
 {
-    const size_t pieces = (size_t)(rows_of->shape[0] * rows_of->shape[2] / rows + p->B); /* see piece_at() */
+    const size_t pieces = (size_t)places_of(p, rows_of, rows);
     t->rows = rows, t->grid = grid, t->grouped = false;
     t->lengths = (int *)space->take((size_t)p->B * sizeof(int));
     t->pieces = (piece *)space->take(pieces * sizeof(piece));
@@ -325,26 +52,63 @@ static bool has_one_tile(const heed_problem *p, const backward_form &form)
            p->right == HEED_UNBOUNDED && p->D % 8 == 0 && !p->g.accumulate && p->g.d_q.dtype != HEED_F32;
 }
 
-/* Returns the bytes that it takes; sums: of dQ, by one kernel for all gradients. */
-static size_t lay_out(const heed_problem *p, const backward_form &form, bool sums, void *memory, tables *t)
+/* How a problem is solved: one kernel for all gradients has sums of dQ, may have L and delta lent room in dQ, and parts. */
+struct way {
+    bool sums, lent;
+    int parts;
+};
+
+/* Whether what find_terms() finds can lie in the rows of dQ. */
+static bool can_lend(const heed_problem *p)
+{
+    const heed_tensor &t = p->g.d_q;
+    const int64_t size = (int64_t)heed_dtype_size(t.dtype);
+    return !p->g.accumulate && p->D * size >= 16 && HEED_MAX(t.stride[1], t.stride[2]) * size / 8 <= INT32_MAX;
+}
+
+/* How many parts heads that share keys fall into at most: see part_sums. */
+static int parts_of(const heed_problem *p)
+{
+    const heed_gradient &g = p->g;
+    if (g.accumulate || (g.d_k.data && g.d_k.dtype == HEED_F32) || (g.d_v.data && g.d_v.dtype == HEED_F32) ||
+        p->D % 8 || p->Dv % 8)
+        return 1;
+    return (int)tiles_of(p->G, heads_of_part((int)p->G, p->Sq));
+}
+
+/* Returns the bytes that it takes. */
+static size_t lay_out(const heed_problem *p, const backward_form &form, const way &how, void *memory, tables *t)
 {
     workspace space = { (char *)memory, 0 };
-    const size_t terms = (size_t)(p->a.q.shape[0] * p->Hq * pitch_of(p)) * sizeof(float);
-    const bool numbers = !sums || p->g.d_sink.data; /* L and delta are wanted as such */
-    t->terms.L = (float *)space.take(numbers ? terms : 0);
-    t->terms.delta = (float *)space.take(numbers ? terms : 0);
-    t->terms.sums.data = NULL, t->terms.terms = NULL, t->terms.least = NULL;
+    const int pitch = (int)pitch_of(p);
+    const size_t terms = (size_t)(p->a.q.shape[0] * p->Hq * pitch) * sizeof(float);
+    const bool sums = how.sums;
+    term_rows &to = t->terms;
+    to.terms = { NULL, NULL, p->Hq * pitch, pitch, 1, 1 };
+    to.L = (float *)space.take(sums ? 0 : terms);
+    to.delta = (float *)space.take(!sums || (p->g.d_sink.data && !how.lent) ? terms : 0);
+    to.sums.data = NULL, to.parts = { 1, NULL, NULL }, to.part_places = 0;
     if (sums) {
-        const int64_t rows = p->a.q.shape[0] * p->a.q.shape[2];
-        dq_sums &to = t->terms.sums;
-        to.strips = (int)(rows / 16 + p->B);
-        to.width = HEED_MAX((int)(p->D + 7) / 8 * 8, narrowest_sums(form.all.head_dim));
-        const int64_t rows_of_sums = has_one_tile(p, form) ? 0 : p->Hq * to.strips * 16;
-        to.data = (float *)space.take((size_t)(rows_of_sums * to.width) * sizeof(float));
-        t->terms.places = (int)((rows / COLUMNS + p->B) * p->Hq);
-        t->terms.terms = (uint2 *)space.take(terms * 2);
-        t->terms.least = (uint32_t *)space.take(terms);
-        t->terms.turns = (int *)space.take((size_t)t->terms.places * TURN_APART * sizeof(int));
+        to.sums.strips = (int)places_of(p, &p->a.q, 16);
+        to.sums.width = HEED_MAX((int)(p->D + 7) / 8 * 8, narrowest_sums(form.all.head_dim));
+        const int64_t rows = has_one_tile(p, form) ? 0 : p->Hq * to.sums.strips * 16;
+        to.sums.data = (float *)space.take((size_t)(rows * to.sums.width) * sizeof(float));
+        to.places = (int)(places_of(p, &p->a.q, COLUMNS) * p->Hq);
+        to.turns = (int *)space.take((size_t)to.places * TURN_APART * sizeof(int));
+        if (how.lent) { /* 8 bytes of each row, 4, and 4 of delta */
+            const int64_t *stride = p->g.d_q.stride, step = 8 / (int64_t)heed_dtype_size(p->g.d_q.dtype);
+            to.terms = { (uint2 *)p->g.d_q.data,  (uint32_t *)p->g.d_q.data + 2, stride[0] / step,
+                         (int)(stride[1] / step), (int)(stride[2] / step),       2 };
+            to.delta = (float *)p->g.d_q.data + 3;
+        } else
+            to.terms.most = (uint2 *)space.take(terms * 2), to.terms.least = (uint32_t *)space.take(terms);
+    }
+    if (how.parts > 1) {
+        const int64_t tiles = places_of(p, &p->a.k, form.all.rows) * p->Hk * 2; /* of dK and of dV */
+        to.part_places = (int)(tiles * form.all.rows / 16);
+        to.parts.most = how.parts;
+        to.parts.turns = (int *)space.take((size_t)to.part_places * sizeof(int));
+        to.parts.rest = (uint4 *)space.take((size_t)tiles * form.all.rows * form.all.head_dim);
     }
     t->terms.counters = (int *)space.take(2 * sizeof(int));
     heed_sm90_take_table(&space, &t->of[0], p, &p->a.k, sums ? form.all.rows : form.dkv.rows, sums ? COLUMNS : 1);
@@ -355,26 +119,34 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, bool sum
     return space.bytes;
 }
 
-/* Whether one kernel makes all gradients. A softcap takes registers that are not there beside dQ; and sums of dQ for few
- * keys or many narrow heads that share them may be larger than HEED_ROOM. Asked of one sequence and one head of keys, so
- * that neither the batch nor the heads decide about the bits. */
-static bool has_sums(const heed_problem *p, const backward_form &form)
+/* One kernel makes all gradients, if its workspace is no larger than q, k, v and o, in parts if there is room for these. A
+ * softcap takes registers that are not there beside dQ; and sums of dQ for few keys or narrow heads may be larger. Asked
+ * of one sequence and one head of keys, so that neither the batch nor the heads decide about the bits. */
+static way way_for(const heed_problem *p, const backward_form &form)
 {
+    const way two = { false, false, 1 };
     if (!form.all.launch || !p->g.d_q.data || p->a.softcap > 0)
-        return false;
+        return two;
     heed_problem one = *p;
     tables t;
     one.Hq = one.G, one.Hk = 1;
     if (!p->a.offsets_q && !p->a.offsets_k)
         one.B = one.a.q.shape[0] = one.a.k.shape[0] = 1;
     const int64_t rows = one.a.q.shape[0] * one.a.q.shape[2] * one.Hq + one.a.k.shape[0] * one.a.k.shape[2];
-    return lay_out(&one, form, true, NULL, &t) <= HEED_ROOM((size_t)(rows * (p->D + p->Dv) * 2));
+    const size_t room = (size_t)(rows * (p->D + p->Dv) * 2);
+    for (int parts = form.parts.launch ? parts_of(p) : 1; parts; parts = parts > 1 ? 1 : 0)
+        for (int lent = 0; lent <= (form.parts.launch && can_lend(p)); lent++) {
+            const way how = { true, lent != 0, parts };
+            if (lay_out(&one, form, how, NULL, &t) <= room)
+                return how;
+        }
+    return two;
 }
 
 size_t heed_sm90_backward_bytes(const heed_problem *p, const backward_form &form)
 {
     tables t;
-    return lay_out(p, form, has_sums(p, form), NULL, &t);
+    return lay_out(p, form, way_for(p, form), NULL, &t);
 }
 
 /* Maps of the queries' side (Q, dO) and the keys' (K, V), for tiles of so many rows. */
@@ -423,26 +195,33 @@ static heed_status run_keys(backward_job *job, const heed_problem *p, const tabl
     const args &a = job->a;
     const bool all = job->sums.data;
     const piece_table &keys = t.of[0];
-    const int heads = a.B * a.Hk;
+    const int heads = a.B * a.Hk * job->parts.most, heads_met = (int)tiles_of(a.G, job->parts.most);
     heed_status status;
     job->leaves = all && form.all.leaves && keys.tiles <= LEAVING && can_leave(a);
     job->pieces = keys.pieces, job->ranges = keys.ranges, job->lengths = keys.lengths;
     job->counter = t.terms.counters;
     job->tiles = keys.tiles, job->count = job->tiles * heads;
     /* Bytes of Q and dO; sums of dQ want room, too. Who works on a long head is in about the same half of it. */
-    const int64_t met = (int64_t)(all ? HEED_MIN(a.Sq, HEED_MAX(2048, a.Sq / 2)) : a.Sq) * a.G * (a.D + a.Dv) * 2;
+    const int64_t met = (int64_t)(all ? HEED_MIN(a.Sq, HEED_MAX(2048, a.Sq / 2)) : a.Sq) * heads_met * (a.D + a.Dv) * 2;
     job->together = heed_sm90_heads_together(a, heads, all ? met + met / 2 : met);
     /* That the tiles of a head follow each other, as they take turns, and do not all start at once; nor all end, where the
      * last ones wait for the others. */
     const int working = job->leaves ? units + units / 2 : units;
     if (all)
         job->together = (int)HEED_MAX(job->together, HEED_MIN(heads, tiles_of(working, job->tiles)));
-    if ((a.left < FAR || a.right < FAR) && a.G > 1 && job->count <= 8 * units)
+    if ((a.left < FAR || a.right < FAR) && heads_met > 1 && job->parts.most == 1 && job->count <= 8 * units)
         job->together = heads; /* few tiles and long ones: longest first among all */
+    if (job->parts.most > 1) { /* in equal shares, as the last would be long and too few for all multiprocessors */
+        int shares = heads / job->together;
+        while (heads % shares)
+            shares--;
+        job->together = heads / shares;
+    }
     if ((status = map_keys(job->own, p, a, a.k, a.v, keys.rows)) || (status = map_queries(job->other, p, a, COLUMNS)) ||
         (job->leaves && (status = heed_tensor_map(&job->out, a.d_q, a.D, a.q_rows, a.Hq, p->a.q.shape[0], 16))))
         return status;
-    return (all ? form.all : form.dkv).launch(*job, HEED_MIN(units, job->count), x);
+    const backward_kernel &kernel = job->parts.most > 1 || job->terms.row != 1 ? form.parts : all ? form.all : form.dkv;
+    return kernel.launch(*job, HEED_MIN(units, job->count), x);
 }
 
 static heed_status run_queries(backward_job *job, const heed_problem *p, const tables &t, const backward_form &form,
@@ -487,7 +266,7 @@ static score_rule rule_of(const args &a)
 }
 
 /* What comes before the large kernels: pieces of work and terms. a->delta becomes that of the terms. */
-static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed_exec *x)
+static heed_status prepare(const heed_problem *p, args *a, tables *t, bool lent, const heed_exec *x)
 {
     t->terms.rows = a->q_rows, t->terms.pitch = (int)pitch_of(p);
     t->terms.heads = p->a.q.shape[0] * a->Hq;
@@ -498,11 +277,16 @@ static heed_status prepare(const heed_problem *p, args *a, tables *t, const heed
     heed_status status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, t->of[0], t->of[1], x)
                                                 : launch_terms<__nv_bfloat16>(*a, t->terms, t->of[0], t->of[1], x);
     view &delta = a->delta;
+    char *const d_q = a->d_q.data;
+    const term_view &terms = t->terms.terms;
     delta.data = (char *)t->terms.delta, delta.dtype = HEED_F32;
-    delta.stride[0] = (int64_t)a->Hq * t->terms.pitch, delta.stride[1] = t->terms.pitch;
-    delta.stride[2] = delta.stride[3] = 1;
+    delta.stride[0] = terms.batch * terms.times, delta.stride[1] = (int64_t)terms.head * terms.times;
+    delta.stride[2] = (int64_t)terms.row * terms.times, delta.stride[3] = 1;
+    if (lent)
+        a->d_q.data = NULL; /* its padding is zeroed when all have read the terms */
     if (!status)
         status = heed_cuda_prepare_backward(p, a, x);
+    a->d_q.data = d_q;
     return status ? status : heed_cuda_sink_gradient(*a, x);
 }
 
@@ -530,21 +314,25 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
     heed_status status = device.status;
     if (status || (status = heed_cuda_device(x->device, &chip)) || (status = heed_cuda_args(p, &job.a)))
         return status;
-    lay_out(p, form, has_sums(p, form), x->workspace, &t);
+    const way how = way_for(p, form);
+    lay_out(p, form, how, x->workspace, &t);
     job.rule = rule_of(job.a);
     if (t.terms.sums.data && fabsf(job.rule.c) < 1e-30f)
         job.rule.c = 1e-30f; /* so that there is an L / c */
     t.terms.inverse = 1.0f / job.rule.c;
     const term_rows &terms = t.terms;
-    if ((status = prepare(p, &job.a, &t, x)))
+    if ((status = prepare(p, &job.a, &t, how.lent, x)))
         return status;
     if (is_nothing(p))
         return clear_all(p, job.a, x);
-    job.L = terms.L, job.delta = terms.delta, job.terms = terms.terms, job.least = terms.least, job.pitch = terms.pitch;
+    job.L = terms.L, job.delta = terms.delta, job.terms = terms.terms, job.parts = terms.parts, job.pitch = terms.pitch;
     job.sums = terms.sums, job.turns = terms.turns, job.any_order = x->nondeterministic;
     job.grouped = t.of[0].grouped;
     status = run(&job, p, t, form, chip.units, x);
     if (status || !job.sums.data || job.leaves)
+        return status;
+    if (how.lent && (job.a.lengths_q || job.a.offsets_q) &&
+        (status = heed_cuda_fill(job.a.d_q, p->g.d_q.shape, 0.0f, x)))
         return status;
     const int tiles = (int)tiles_of(job.a.Sq, COLUMNS);
     return launch_next(job.a.q.dtype == HEED_F16 ? finish_dq<__half> : finish_dq<__nv_bfloat16>,
@@ -554,7 +342,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
 static backward_form form_of(const heed_problem *p)
 {
     const int head_dim = (int)HEED_MAX(p->D, p->Dv);
-    return { heed_sm90_dkv(head_dim), heed_sm90_dq(head_dim), {} };
+    return { heed_sm90_dkv(head_dim), heed_sm90_dq(head_dim), {}, {} };
 }
 
 size_t heed_backward_workspace_sm90(const heed_problem *p, const heed_plan *plan)

@@ -13,7 +13,9 @@
 #include "scores.cuh"
 #include "tile_sm90.cuh"
 
-constexpr int COLUMNS = 64, LEAVING = 16; /* LEAVING: of so many tiles of keys at most, dQ leaves with the last ones */
+/* LEAVING: of so many tiles of keys at most, dQ leaves with the last ones. PART_TILES: tiles of queries that a part of the
+ * heads over the same keys should meet, see part_sums. */
+constexpr int COLUMNS = 64, LEAVING = 16, PART_TILES = 256;
 
 /* P = 2^(c S - L), or with a softcap (CAPPED) 2^(out tanh(in S) - L). */
 struct score_rule {
@@ -32,6 +34,33 @@ struct dq_sums {
     }
 };
 
+/* What each row of q adds to its column of S^T and of dP^T, -L / c and -delta: both_terms(), of whose numbers `least` has the
+ * last ones. They lie in the workspace, or where that would be too large in the rows of dQ, whose memory is free until dQ
+ * goes out, when all have read them. */
+struct term_view {
+    uint2 *most; /* NULL: there are L and delta instead */
+    uint32_t *least;
+    int64_t batch; /* from one batch, head and row to the next; */
+    int head, row;
+    int times; /* of `least`, so many times as much */
+    __device__ int64_t at(int b, int h, int i) const { return b * batch + (int64_t)h * head + (int64_t)i * row; }
+};
+
+/* Of heads that share keys several pieces of work may take a part each. They add up dK and dV one after the other, and what
+ * the next is to add to lies in d_k and d_v, the upper 16 bits of each float, and here, 8 more. */
+struct part_sums {
+    int most;    /* parts there are, at most */
+    int *turns;  /* how many have added, for each warp of each result of a tile of keys */
+    uint4 *rest; /* as a warp's registers are */
+};
+
+/* Heads of a part, by the length of the sequence alone. */
+__host__ __device__ inline int heads_of_part(int heads, int64_t rows)
+{
+    const int64_t parts = heads * ((rows + COLUMNS - 1) / COLUMNS) / PART_TILES;
+    return parts <= 1 ? heads : parts >= heads ? 1 : (int)((heads + parts - 1) / parts);
+}
+
 /* The kernels' argument. L = lse * log2(e) and delta are arrays [batches][Hq][pitch], a number for each row of q. */
 struct backward_job {
     args a;
@@ -40,9 +69,9 @@ struct backward_job {
     dq_sums sums;
     int *turns; /* by place_of(): how many tiles of keys, of all that the sequence has, a tile of dQ is past; 0: none */
     const float *L, *delta;
-    const uint2 *terms;    /* of as many rows, where dQ is summed: both_terms(), without */
-    const uint32_t *least; /* the last number of each */
     int pitch;
+    term_view terms; /* in place of L and delta where dQ is summed, */
+    part_sums parts; /* where several pieces of work may share the heads of a tile of keys */
     score_rule rule;
     const struct piece *pieces; /* by piece_at() */
     const int2 *ranges;         /* of the columns that an own row sees, ROWS for each piece */
@@ -63,23 +92,23 @@ struct piece {
     int other_batch, other_row; /* where column 0 lies */
     int columns;                /* that the sequence has */
     int head;
-    int tile;   /* of the own rows, counted from the sequence's first */
-    int turns;  /* where the sequence's first tile of queries stands among those that wait for turns, */
-    int sums;   /* and its first strip of rows among the sums */
-    int turn;   /* of the own rows to add to dQ; */
-    int ranges; /* where those of the own rows begin */
-    int alone;  /* from this tile of columns on, they are the first, or if grouped, after the tile that follows them, */
-    int until;  /* and before this one the last */
+    int first, heads, part; /* of the own rows' heads, those of the columns; parts before these */
+    int tile;               /* of the own rows, counted from the sequence's first */
+    int turns;              /* where the sequence's first tile of queries stands among those that wait for turns, */
+    int sums;               /* and its first strip of rows among the sums */
+    int turn;               /* of the own rows to add to dQ; */
+    int ranges;             /* where those of the own rows begin */
+    int alone; /* from this tile of columns on, they are the first, or if grouped, after the tile that follows them, */
+    int until; /* and before this one the last */
     int begin[3], end[3], inside[3], outside[3];
 };
 
-/* Where tile `tile` of sequence b stands in a table. Sequences may lie end to end, and each may begin a tile. */
+/* Where tile `tile` of sequence b stands in a table. Sequences that lie end to end begin a tile each. */
 __device__ inline int piece_at(const args &a, bool keys, int rows, int b, int tile)
 {
     const int32_t *offsets = keys ? a.offsets_k : a.offsets_q;
-    const int64_t memory_rows = keys ? a.k_rows : a.q_rows;
-    const int64_t first = offsets ? clamp(offsets[b], 0, (int)memory_rows) : b * memory_rows;
-    return (int)(first / rows) + b + tile;
+    const int memory_rows = (int)(keys ? a.k_rows : a.q_rows);
+    return (offsets ? clamp(offsets[b], 0, memory_rows) / rows + b : b * ((memory_rows + rows - 1) / rows)) + tile;
 }
 
 /* Where dQ leaves with the last keys, of the tiles that a piece of work meets, counted over all work: those before `stored`
@@ -91,12 +120,24 @@ struct dq_share {
     __device__ bool reads(int tile) const { return tile >= stored && tile >= leaving; }
 };
 
-/* from: the piece's first tile. */
-__device__ inline dq_share share_of(const backward_job &p, const piece &w, int from)
+/* Of the heads of the columns, those that a piece of work has: the first, and how many. */
+template <class C> __device__ inline int first_head(const backward_job &p, const piece &w)
 {
+    return C::SHARES ? w.first : w.head * p.a.G;
+}
+
+template <class C> __device__ inline int heads_of(const backward_job &p, const piece &w)
+{
+    return C::SHARES ? w.heads : p.a.G;
+}
+
+/* from: the piece's first tile. */
+template <class C> __device__ inline dq_share share_of(const backward_job &p, const piece &w, int from)
+{
+    const int heads = heads_of<C>(p, w);
     const int end = w.start / COLUMNS + w.tiles;
-    return { from + clamp(end - w.alone, 0, w.tiles) * p.a.G, from + clamp(end - w.until, 0, w.tiles) * p.a.G,
-             from + w.tiles * p.a.G };
+    return { from + clamp(end - w.alone, 0, w.tiles) * heads, from + clamp(end - w.until, 0, w.tiles) * heads,
+             from + w.tiles * heads };
 }
 
 /* Where a strip of 16 rows of a tile of dQ lies on its way out, in boxes of 64 columns from a multiple of 1024 bytes on, as
@@ -157,9 +198,10 @@ struct backward_kernel {
     heed_status (*launch)(const backward_job &job, int blocks, const heed_exec *x);
 };
 
-/* The kernels of a backward: dK with dV and dQ, and where there is one for all three, that. */
+/* The kernels of a backward: dK with dV and dQ, and where there is one for all three, that, and one by part_sums, which also
+ * finds terms wherever they lie. */
 struct backward_form {
-    backward_kernel dkv, dq, all;
+    backward_kernel dkv, dq, all, parts;
 };
 
 /* backward_sm90_keys.cu, backward_sm90_queries.cu. */
@@ -173,8 +215,9 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
 
 /* Where a warpgroup has all of dK and dV, and as far as it has registers: S of the next tile is computed beside dS
  * (EARLY), dK beside the next P (LATE), dS from P as it was before rounding (EXACT), and the next tile is looked at in
- * time (AHEAD). Where dQ is computed beside them, by one more warpgroup that does nothing else (OWNER). */
-enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8, OWNER = 16 };
+ * time (AHEAD). Where dQ is computed beside them, by one more warpgroup that does nothing else (OWNER), and of heads that share
+ * keys, by several pieces of work (SHARED). */
+enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8, OWNER = 16, SHARED = 32 };
 
 /* KEYS: the own rows are keys. SLOTS own tiles and FIRST and SECOND stages of the rings, powers of two. WAYS: of the
  * above. DS: where dQ, too, is computed and added up in memory, so many tiles of dS pass between warpgroups. PASS:
@@ -197,6 +240,7 @@ struct backward_shape {
     static constexpr bool APART = ADDS && SLOTS == 1; /* V comes after K: see own_tile() */
     static constexpr bool NARROW = OWNERS && D > 96;  /* a warpgroup that has dK and dV has few registers beside them */
     static constexpr bool NUMBERS = KEYS && !ADDS;    /* L and delta are read as such, not multiplied: add_term() */
+    static constexpr bool SHARES = WAYS & SHARED;     /* a piece of work may have a part of the heads: part_sums */
     static constexpr bool SOON = !ADDS && SLOTS == 1; /* the next piece is known before the own tile is free */
     static constexpr bool BY_ROLE = SOON && PASS;     /* K and V come apart: each has a role that gives it back */
     static constexpr int WORKS = ADDS || SOON ? 2 : SLOTS; /* pieces of work that are known at a time */

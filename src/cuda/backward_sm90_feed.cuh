@@ -11,14 +11,17 @@
 /* Which piece of work a number stands for: `together` heads at a time, and of these the longest rows first. Under a
  * causal mask the first keys meet most queries and the last queries most keys. Heads that are left over join the last ones:
  * alone they would be few long pieces, and most multiprocessors would wait for their end. */
-template <class C> __device__ inline void find_piece(const backward_job &p, int number, int &b, int &head, int &tile)
+template <class C>
+__device__ inline void find_piece(const backward_job &p, int number, int &b, int &head, int &part, int &tile)
 {
-    const int heads = C::KEYS ? p.a.Hk : p.a.Hq, all = p.a.B * heads;
+    const int parts = C::SHARES ? p.parts.most : 1, heads = C::KEYS ? p.a.Hk : p.a.Hq, all = parts * p.a.B * heads;
     const int last = (all - (C::ADDS ? 1 : p.together)) / p.together; /* chunk of heads */
     const int chunk = min(number / (p.together * p.tiles), last), left = number - chunk * p.together * p.tiles;
     const int width = chunk < last ? p.together : all - last * p.together;
     tile = left / width;
-    const int which = chunk * p.together + left - tile * width;
+    int which = chunk * p.together + left - tile * width;
+    part = C::SHARES ? which / (p.a.B * heads) : 0;
+    which -= part * p.a.B * heads;
     b = which / heads, head = which - b * heads;
     if (!C::KEYS)
         tile = p.tiles - 1 - tile;
@@ -109,12 +112,6 @@ __device__ inline bool has_large(const backward_job &p, uint4 terms)
     return high * fabsf(p.rule.c) > 65536.0f && high < 3.3e38f;
 }
 
-/* Where L, delta and terms of a head's rows from `column` on stand. */
-__device__ inline int64_t term_at(const backward_job &p, const piece &w, int head, int column)
-{
-    return (int64_t)(w.other_batch * p.a.Hq + head) * p.pitch + (w.other_row + column);
-}
-
 /* Where the columns are queries, what goes with each tile that a piece of work meets, asked for before there is room for
  * it: what it needs of care, and L and delta as numbers or as terms. Up to so many more tiles, from `step` of head h on.
  * The copy engine would want numbers at multiples of 16 bytes. */
@@ -124,8 +121,8 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
 {
     const int lane = threadIdx.x % 32;
     for (; step < w.tiles && more; more--, tile++) {
-        const int column = column_at<C>(w, step);
-        const int64_t at = term_at(p, w, w.head * p.a.G + h, column) + lane;
+        const int column = column_at<C>(w, step), head = first_head<C>(p, w) + h;
+        const int64_t packed = (int64_t)(w.other_batch * p.a.Hq + head) * p.pitch + (w.other_row + column) + lane;
         const int first = tile % C::FIRST, second = tile % C::SECOND, live = w.columns - column - lane;
         const auto describe = [&](bool large) {
             const bool any = p.a.softcap > 0 || __any_sync(~0u, large);
@@ -138,7 +135,7 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
                 to[lane] = x, to[lane + 32] = y;
                 arrive(shared_address(full));
             };
-            const float *L = p.L + at, *delta = p.delta + at;
+            const float *L = p.L + packed, *delta = p.delta + packed;
             const float L0 = live > 0 ? L[0] : 0.0f, L1 = live > 32 ? L[32] : 0.0f;
             const float delta0 = live > 0 ? delta[0] : 0.0f, delta1 = live > 32 ? delta[32] : 0.0f;
             describe(is_large(L0) || is_large(L1));
@@ -146,9 +143,11 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
             wait(shared_address(&s.second_free[second]), tile / C::SECOND & 1 ^ 1);
             bring(s.delta[second], delta0, delta1, &s.second_full[second]);
         } else {
+            const int64_t at = C::SHARES ? p.terms.at(w.other_batch, head, w.other_row + column + lane) : packed;
             const auto terms = [&](int row) {
-                const uint2 most = live > row ? p.terms[at + row] : make_uint2(0, 0);
-                const uint32_t least = live > row ? p.least[at + row] : 0;
+                const int64_t i = C::SHARES ? at + row * p.terms.row : at + row, times = C::SHARES ? p.terms.times : 1;
+                const uint2 most = live > row ? p.terms.most[i] : make_uint2(0, 0);
+                const uint32_t least = live > row ? p.terms.least[i * times] : 0;
                 return make_uint4(most.x, least & 0xFFFF, most.y, least >> 16);
             };
             const uint4 x = terms(0), y = terms(32);
@@ -157,14 +156,15 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
             fence_async();
             arrive(shared_address(&s.first_full[first]));
         }
-        if (++h == p.a.G)
+        if (++h == heads_of<C>(p, w))
             h = 0, step++;
     }
 }
 
-/* Says what piece n is: `at` in the table. */
+/* Says what piece n is: `at` in the table, and of its head's queries those of `heads` from `first` on. */
 template <class C>
-__device__ inline void describe_piece(const backward_job &p, backward_shared<C> &s, int n, int at, int head)
+__device__ inline void describe_piece(const backward_job &p, backward_shared<C> &s, int n, int at, int head, int part,
+                                      int share)
 {
     const int slot = n % C::WORKS, lane = threadIdx.x % 32;
     piece &w = s.work[slot];
@@ -175,8 +175,11 @@ __device__ inline void describe_piece(const backward_job &p, backward_shared<C> 
     for (int r = lane; !C::ADDS && r < C::ROWS; r += 32)
         s.range[slot][r] = p.ranges[(int64_t)at * C::ROWS + r];
     __syncwarp();
-    if (lane == 0)
+    if (lane == 0) {
         w.head = head;
+        if (C::SHARES)
+            w.part = part, w.first = head * p.a.G + part * share, w.heads = min(share, p.a.G - part * share);
+    }
     __syncwarp();
     arrive(shared_address(&s.described[slot]));
 }
@@ -208,8 +211,8 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             arrive(full);
             return;
         }
-        int b, head, tile;
-        find_piece<C>(p, number, b, head, tile);
+        int b, head, part, tile;
+        find_piece<C>(p, number, b, head, part, tile);
         const int tiles = (p.lengths[b] + C::ROWS - 1) / C::ROWS;
         if (tile >= tiles)
             continue;
@@ -217,7 +220,11 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             const int group = group_of(p.grouped, tiles), first = tile / group * group;
             tile = first + min(first + group, tiles) - 1 - tile;
         }
-        describe_piece(p, s, n, piece_at(p.a, C::KEYS, C::ROWS, b, tile), head);
+        const int at = piece_at(p.a, C::KEYS, C::ROWS, b, tile);
+        const int share = C::SHARES && p.parts.most > 1 ? heads_of_part(p.a.G, p.pieces[at].columns) : p.a.G;
+        if (part * share >= p.a.G)
+            continue;
+        describe_piece(p, s, n, at, head, part, share);
         const bool some = C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS;
         int h = 0, step = 0;
         if constexpr (C::APART) {
@@ -302,12 +309,12 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
             if (!told && step == w.tiles - 1)
                 told = tell_soon(s);
             const int column = column_at<C>(w, step), live = cuts ? w.columns - column : COLUMNS;
-            const int head = C::KEYS ? w.head * a.G + h : w.head / a.G;
+            const int head = C::KEYS ? first_head<C>(p, w) + h : w.head / a.G;
             bring_tile<C, RING>(p, s, w, head, column, tile, live, cut);
             if (C::ADDS)
                 bring_tile<C, 1>(p, s, w, head, column, tile, live, cut);
             cut += live < COLUMNS;
-            if (!C::KEYS || ++h == a.G)
+            if (!C::KEYS || ++h == heads_of<C>(p, w))
                 h = 0, step++;
         }
         if (!told)
@@ -404,18 +411,19 @@ template <class C, bool LEAVES> __device__ inline void keep_turns(const backward
         wait(shared_address(&s.described[slot]), n / C::WORKS & 1);
         if (!w.exists)
             return;
+        const int heads = heads_of<C>(p, w);
         const auto keep = [&](const auto &w, int head, const dq_share &share) {
             for (int h = 0, step = 0; step < w.tiles; tile++) {
                 if (tile % 2 == odd)
                     take_turn<C, LEAVES>(p, s, w, share, tile, head + h, column_at<C>(w, step), room);
-                if (++h == p.a.G)
+                if (++h == heads)
                     h = 0, step++;
             }
         };
         if constexpr (LEAVES)
-            keep(w, w.head * p.a.G, share_of(p, w, tile));
+            keep(w, first_head<C>(p, w), share_of<C>(p, w, tile));
         else
-            keep(turns_of{ w.start, w.tiles, w.columns, w.turn, w.alone, w.tile, w.turns, w.sums }, w.head * p.a.G,
+            keep(turns_of{ w.start, w.tiles, w.columns, w.turn, w.alone, w.tile, w.turns, w.sums }, first_head<C>(p, w),
                  dq_share{});
         arrive(shared_address(&s.work_free[slot]));
     }

@@ -19,6 +19,67 @@ template <class C> struct key_group {
     int care;        /* of the tile to come */
 };
 
+/* Whether a piece of work has all heads that share its keys. */
+template <class C> __device__ inline bool is_whole(const backward_job &p, const piece &w)
+{
+    return !C::SHARES || w.heads == p.a.G;
+}
+
+/* Where heads are taken in parts, see part_sums: adds what those before have summed to dK (which = 0) or dV of a group of 64
+ * keys, and leaves that to the next. Whether there is none, so that this is all. */
+template <class C>
+__device__ inline bool join_parts(float (&Y)[C::D / 2], int which, const backward_job &p, const piece &w, int group)
+{
+    const view &t = which ? p.a.d_v : p.a.d_k;
+    const int part = w.part, width = which ? p.a.Dv : p.a.D;
+    const bool last = w.first + w.heads == (w.head + 1) * p.a.G;
+    const int thread = thread_anew() % 128, lane = thread % 32, top = thread / 32 * 16 + lane / 4;
+    const int place = ((w.ranges / C::ROWS * p.a.Hk + w.head) * 2 + which) * C::GROUPS + group;
+    const key_rows to = rows_of(p.a, w, which, group);
+    const int64_t step = t.stride[2] * p.a.col_step;
+    uint16_t *const most = (uint16_t *)t.data + to.at + top * step + lane % 4 * 2;
+    uint4 *const rest = p.parts.rest + (int64_t)place * (C::D / 32 * 128) + thread;
+    int *const turn = p.parts.turns + place * 4 + thread / 32;
+    const auto exists = [&](int half, int column) { return top + half * 8 < to.rows && column < width; };
+    const auto at = [&](int half, int column) { return (uint32_t *)(most + half * 8 * step + column); };
+    while (part && uniform(see_turn(turn)) != part)
+        ;
+    if (part)
+#pragma unroll
+        for (int k = 0; k < C::D / 32; k++) {
+            const uint4 r = __ldcg(rest + k * 128);
+            const uint32_t low[4] = { r.x, r.y, r.z, r.w };
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float *const y = &Y[16 * k + 2 * i];
+                const uint32_t high = exists(i % 2, 32 * k + i / 2 * 8) ? __ldcg(at(i % 2, 32 * k + i / 2 * 8)) : 0;
+                y[0] += __uint_as_float(__byte_perm(high, low[i / 2], i % 2 ? 0x1060 : 0x1040) & 0xFFFFFF00u);
+                y[1] += __uint_as_float(__byte_perm(high, low[i / 2], i % 2 ? 0x3270 : 0x3250) & 0xFFFFFF00u);
+            }
+        }
+    if (last)
+        return true;
+#pragma unroll
+    for (int k = 0; k < C::D / 32; k++) {
+        uint32_t low[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float *const y = &Y[16 * k + 2 * i];
+            const auto rounded = [](float x) { return __float_as_uint(x) + (x == x ? 0x80 : 0); }; /* NaN remains so */
+            const uint32_t u = rounded(y[0]), v = rounded(y[1]);
+            if (exists(i % 2, 32 * k + i / 2 * 8))
+                *at(i % 2, 32 * k + i / 2 * 8) = __byte_perm(u, v, 0x7632);
+            low[i] = __byte_perm(u, v, 0x51);
+        }
+        rest[k * 128] = make_uint4(__byte_perm(low[0], low[1], 0x5410), __byte_perm(low[2], low[3], 0x5410),
+                                   __byte_perm(low[4], low[5], 0x5410), __byte_perm(low[6], low[7], 0x5410));
+    }
+    __syncwarp();
+    if (lane == 0)
+        pass_turn(turn, part + 1);
+    return false;
+}
+
 /* Adds up dQ of the tile before, where it is this group's turn. last: K is not needed any more. */
 template <class T, class C>
 __device__ inline void sum_behind(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile,
@@ -163,7 +224,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if constexpr (C::APART && LAST) {
         if (C::OWNERS)
             wgmma_wait<1>(); /* dV */
-        store_keys<T, C>(x.dV, 1, p.a, rows_of(p.a, s.work[x.slot], 1, x.group));
+        if (is_whole<C>(p, s.work[x.slot]))
+            store_keys<T, C>(x.dV, 1, p.a, rows_of(p.a, s.work[x.slot], 1, x.group));
     }
     wgmma_wait<(C::WAYS & LATE) && !LAST ? 1 : 0>();
     if (!LAST)
@@ -183,9 +245,9 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
     const int tiles = w.tiles, begin = C::ADDS ? tiles - w.end[x.group] : w.begin[x.group];
     const int end = C::ADDS ? tiles - w.begin[x.group] : w.end[x.group];
     x.from = tile;
-    tile = pass_by<T, C>(p, x, s, tile, uniform(begin * p.a.G));
+    tile = pass_by<T, C>(p, x, s, tile, uniform(begin * heads_of<C>(p, w)));
     x.first = tile;
-    const int last = uniform(tile + (end - begin) * p.a.G - 1);
+    const int last = uniform(tile + (end - begin) * heads_of<C>(p, w) - 1);
     if (uniform(begin < end)) {
         wait_first(s, tile);
         wgmma_fence();
@@ -202,26 +264,40 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
     } else if constexpr (C::APART) {
         wait(shared_address(&s.values_full), x.slot); /* or it would come after the next K, which takes its place */
         release(&s.values_free);
-        store_keys<T, C>(x.dV, 1, p.a, rows_of(p.a, w, 1, x.group));
+        if (is_whole<C>(p, w))
+            store_keys<T, C>(x.dV, 1, p.a, rows_of(p.a, w, 1, x.group));
     }
-    tile = pass_by<T, C>(p, x, s, tile, uniform((tiles - end) * p.a.G));
+    tile = pass_by<T, C>(p, x, s, tile, uniform((tiles - end) * heads_of<C>(p, w)));
     if constexpr (C::ADDS)
         sum_behind<T, C>(p, x, s, tile, C::APART);
     return tile;
 }
 
 /* dK leaves, and dV where it has not yet. */
-template <class T, class C>
-__device__ inline void leave(const backward_job &p, const key_group<C> &x, backward_shared<C> &s)
+template <class T, class C> __device__ inline void leave(const backward_job &p, key_group<C> &x, backward_shared<C> &s)
 {
     const piece &w = s.work[x.slot];
     const key_rows values = rows_of(p.a, w, 1, x.group), keys = rows_of(p.a, w, 0, x.group);
-    if (C::ADDS)
+    const bool whole = is_whole<C>(p, w);
+    if (C::ADDS && whole)
         release(&s.work_free[x.slot]);
-    if (!C::APART) {
+    if (!C::APART)
         release(&s.own_free[x.slot % C::SLOTS]);
+    if constexpr (C::SHARES)
+        if (!whole) {
+#pragma unroll 1
+            for (int which = 1; which >= 0; which--) { /* dV, and dK in its place */
+                if ((which ? p.a.d_v : p.a.d_k).data && join_parts<C>(x.dV, which, p, w, x.group))
+                    store_keys<T, C>(x.dV, which, p.a, rows_of(p.a, w, which, x.group));
+#pragma unroll
+                for (int i = 0; i < C::D / 2; i++)
+                    x.dV[i] = x.dK[i];
+            }
+            release(&s.work_free[x.slot]);
+            return;
+        }
+    if (!C::APART)
         store_keys<T, C>(x.dV, 1, p.a, values);
-    }
     store_keys<T, C>(x.dK, 0, p.a, keys);
 }
 

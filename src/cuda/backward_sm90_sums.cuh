@@ -112,7 +112,7 @@ __device__ inline void own_queries(const backward_job &p, backward_shared<C> &s)
 {
     int tile = 0;
     meet_pieces<C>(s, [&](const piece &w, int n) {
-        const dq_share mine = share_of(p, w, tile),
+        const dq_share mine = share_of<C>(p, w, tile),
                        share = { uniform(mine.stored), uniform(mine.leaving), uniform(mine.end) };
 #pragma unroll 1
         for (; tile < share.end; tile++)

@@ -385,7 +385,7 @@ template <int HEAD, class C, bool LEAVES> __device__ inline void sums_role(const
         const int all = uniform(w.tiles) * a.G;
         const uint64_t K = tile_at(shared_address(s.own[0][0]) + slot * (int)sizeof(s.own[0]), C::ROWS * 128);
         int k_shift = splits_own<C>(p) ? 0 : shift_at(p.own[0], w.batch, w.head, w.memory_row).s;
-        const dq_share mine = LEAVES ? share_of(p.job, w, tile) : dq_share{},
+        const dq_share mine = LEAVES ? share_of<C>(p.job, w, tile) : dq_share{},
                        share = { uniform(mine.stored), uniform(mine.leaving), uniform(mine.end) };
         int column = column_at<C>(w, 0), heads = a.G; /* that have yet to meet it */
 #pragma unroll 1

@@ -261,7 +261,7 @@ static heed_status fill_both(const filling &first, const filling &second, const 
 
 heed_status heed_cuda_fill(const view &t, const int64_t shape[4], float value, const heed_exec *x)
 {
-    return fill_both(filling_of(t, shape, value), filling(), x);
+    return !t.data ? HEED_OK : fill_both(filling_of(t, shape, value), filling(), x);
 }
 
 /* ---- Before the kernels ------------------------------------------------------------------------------------------ */
