@@ -5,11 +5,13 @@
     python3 bench/cuda_bench.py --features [--lib PATH] [--dtype bf16] [--head-dim 64,128] [--kernel mma]
 
 One line for each problem: B x S = --tokens, H x D = --width. FLOP: 4 B H S^2 D forward, half of it causal, 2.5 times
-that backward. Times are medians of repeated runs between CUDA events, after a warm-up; results are compared with
-PyTorch's before they are timed. Rivals: flash (FlashAttention-2, deterministic in the backward), efficient, cudnn.
+that backward. Times are medians of five rounds in which heed and its rivals take turns, each replayed from a CUDA graph;
+results are compared with PyTorch's. Rivals: flash (FlashAttention-2, deterministic in the backward), efficient, cudnn.
 
 With --features: one line for each feature, 2 x 16 heads of 4096 rows, forward and backward in turns with those of the plain
-problem, from graphs, and the ratio of the medians at the same number of visible pairs.
+problem, from graphs, and the ratio of the medians at the same number of visible pairs. Where rows see fewer than all keys
+(causal, window, stride), that is plain attention of as many rows over as many keys as a row sees in the mean; in brackets then
+also the ratio to the share of visible pairs of the full problem's time, which has fewer and longer rows.
 """
 import argparse
 import ctypes as C
@@ -135,19 +137,18 @@ def median_ms(call, budget_ms=60):
     return statistics.median(times)
 
 
-def rival(backend, q, k, v, do, causal, mask=None, gqa=False):
-    """(forward ms, backward ms, o, gradients), or None where PyTorch has no such kernel."""
+def rival(backend, q, k, v, do, causal):
+    """(graphs of forward and backward, o, gradients), or None where PyTorch has no such kernel."""
     try:
         with sdpa_kernel(backend):
             leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-            run = lambda: torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask, is_causal=causal,
-                                                                           enable_gqa=gqa)
+            run = lambda: torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
             o = run()
             back = lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
             grads = back()
             with torch.no_grad():
-                forward = median_ms(run)
-            return forward, median_ms(back), o.detach(), grads
+                forward = capture_here(run)
+            return [forward, capture_here(back)], o.detach(), grads
     except RuntimeError:
         return None
 
@@ -170,6 +171,7 @@ def main():
     args = p.parse_args()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
+    torch.cuda.set_stream(torch.cuda.Stream())  # what Heed captures as well
     if args.features:
         return features(lib, args)
     torch.use_deterministic_algorithms(True)  # with warn_only PyTorch's backward would stay nondeterministic
@@ -188,12 +190,11 @@ def main():
 
 
 def features(lib, args):
-    torch.cuda.set_stream(torch.cuda.Stream())  # what Heed captures as well
     b, h, s, window = 2, 16, 4096, 1024
     fp32 = lambda *shape: torch.randn(*shape, device="cuda")
     hides = lambda *shape: torch.rand(*shape, device="cuda") > 0.3
     document = torch.arange(s, device="cuda") // 1024
-    seen = {"causal": (s + 1) / 2 / s, "window": sum(min(i + 1, window) for i in range(s)) / s / s}
+    seen = {"causal": (s + 1) / 2, "window": sum(min(i + 1, window) for i in range(s)) / s, "stride": s / 4}  # keys of a row
     print(f"{torch.cuda.get_device_name()}; {b},{h},{s}: ms forward, backward, over plain at as many visible pairs")
     for dtype in args.dtype.split(","):
         kind = DTYPES[dtype][1]
@@ -214,18 +215,19 @@ def features(lib, args):
             torch.manual_seed(0)
             q, k, v, do = (fp32(b, h, s, d).to(kind) for _ in range(4))
             graphs = lambda x: [capture_here(x.forward), capture_here(x.backward)]
-            keys = [t[:, :, ::4].contiguous() for t in (k, v)]
-            bases = [Heed(lib, q, *other, do, args.kernel, dtype) for other in ((k, v), keys)]
-            base_graphs = [graphs(x) for x in bases]
+            bases = {n: Heed(lib, q, *(t[:, :, :n].contiguous() for t in (k, v)), do, args.kernel, dtype)
+                     for n in {s, *map(int, seen.values())}}
+            base_graphs = {n: graphs(x) for n, x in bases.items()}
             for name, options in problems.items():
-                x = Heed(lib, q, k, v, do, args.kernel, dtype, **options())
-                pairs = list(zip(base_graphs[name == "stride"], graphs(x)))
-                times = [[[replay_ms(g, 6) for g in pair] for _ in range(5)] for pair in pairs]
+                x, mean = Heed(lib, q, k, v, do, args.kernel, dtype, **options()), seen.get(name, s)
+                ways = list(zip(graphs(x), base_graphs[int(mean)], base_graphs[s]))
+                times = [[[replay_ms(g, 6) for g in way] for _ in range(5)] for way in ways]
                 medians = [[statistics.median(t) for t in zip(*way)] for way in times]
-                over = [m[1] / m[0] / seen.get(name, 1.0) for m in medians]
-                print(f"{dtype:5}{d:4} {name:20}{medians[0][1]:8.3f}{medians[1][1]:8.3f}   {over[0]:.2f} {over[1]:.2f}",
-                      flush=True)
-                del x, pairs
+                over = [m[0] / m[1] * int(mean) / mean for m in medians]
+                share = [m[0] / m[2] * s / mean for m in medians]
+                print(f"{dtype:5}{d:4} {name:20}{medians[0][0]:8.3f}{medians[1][0]:8.3f}   {over[0]:.2f} {over[1]:.2f}" +
+                      (f"   ({share[0]:.2f} {share[1]:.2f})" if mean < s else ""), flush=True)
+                del x, ways
                 torch.cuda.empty_cache()
 
 
@@ -245,19 +247,21 @@ def line(lib, args, rivals, dtype, d, s, causal):
     b, h = max(1, args.tokens // s), args.width // d
     q, k, v, do = (torch.randn(b, h, s, d, device="cuda", dtype=DTYPES[dtype][1]) for _ in range(4))
     x = Heed(lib, q, k, v, do, args.kernel, dtype, causal=int(causal))
-    x.forward(), x.backward()
     flop = 4 * b * h * s * s * d * (0.5 if causal else 1)
-    rates = lambda f, back: (flop / f / 1e9, 2.5 * flop / back / 1e9)
-    mine = rates(median_ms(x.forward), median_ms(x.backward))
-    text, errors = "", None
-    for backend in rivals.values():
-        r = rival(backend, q, k, v, do, causal)
-        if r is None:
-            text += f"{'-':>22}"
-            continue
-        theirs = rates(r[0], r[1])
-        text += f"{theirs[0]:7.1f}/{theirs[1]:5.1f} {mine[0] / theirs[0]:4.2f} {mine[1] / theirs[1]:4.2f}"[:22].rjust(22)
-        errors = errors or [error(a, c) for a, c in zip([x.o] + x.grads, [r[2]] + list(r[3]))]
+    graphs = [[capture_here(x.forward), capture_here(x.backward)]]
+    text, errors, theirs = "", None, {}
+    for name, backend in rivals.items():
+        r = theirs[name] = rival(backend, q, k, v, do, causal)
+        if r:
+            graphs.append(r[0])
+            errors = errors or [error(a, c) for a, c in zip([x.o] + x.grads, [r[1]] + list(r[2]))]
+    times = [[[replay_ms(g, 6) for g in way] for _ in range(5)] for way in zip(*graphs)]
+    rates = [(flop / f / 1e9, 2.5 * flop / back / 1e9)
+             for f, back in zip(*([statistics.median(t) for t in zip(*way)] for way in times))]
+    mine, others = rates[0], iter(rates[1:])
+    for r in theirs.values():
+        rate = next(others) if r else None
+        text += (f"{rate[0]:7.1f}/{rate[1]:5.1f} {mine[0] / rate[0]:4.2f} {mine[1] / rate[1]:4.2f}" if r else "-").rjust(22)
     print(f"{dtype:5}{b:4}{h:4}{s:7}{d:5}{causal!s:>7} {mine[0]:6.1f}/{mine[1]:6.1f} {text}   " +
           " ".join(f"{e:.1e}" for e in errors or []), flush=True)
 
