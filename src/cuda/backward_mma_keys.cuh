@@ -106,12 +106,13 @@ template <int D, class Tiles> struct shared_dkv {
 /* Queries that come next. */
 struct next_queries {
     const char *q, *d_o;
+    const char *bias; /* the thread's pieces of it, where it is near */
 };
 
 __device__ static next_queries queries_from(const mma_args &a, const span &q, int h, int i0)
 {
     return { a.q.data + row_at(a.q, q.q_batch, h, q.q_row + i0) * 2,
-             a.d_o.data + row_at(a.d_o, q.q_batch, h, q.q_row + i0) * 2 };
+             a.d_o.data + row_at(a.d_o, q.q_batch, h, q.q_row + i0) * 2, NULL };
 }
 
 /* Starts the copies of queries i0 .. + BQ of head h into a slot, and says what the tile has to know of them. */
@@ -132,7 +133,7 @@ __device__ static void meet_queries(shared_dkv<D, Tiles> &s, const span &q, int 
                         s.high[slot][threadIdx.x]);
     } else if (threadIdx.x == BQ && (SCORES >= UNBIASED || SCORES == WITH_ALIBI))
         s.of[slot] = head_of(a, q, h);
-    else if (threadIdx.x == BQ && SCORES == BEGUN)
+    else if (threadIdx.x == BQ && SCORES == BEGUN && !near_bias<D>(SCORES, THIS_ARCH))
         s.of[slot].bias = row_at(a.bias, q.b, h, 0);
 }
 
@@ -167,20 +168,32 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     bool more;
     constexpr bool RUNS = D == 64; /* next keeps its place from tile to tile: others have no registers for it */
     next_queries next;
+    auto meet_head = [&](const span &q, int n0) {
+        next = queries_from(a, q, h, i0);
+        if (NEAR)
+            next.bias = own_pieces<extras, THREADS>(threadIdx.x, a,
+                                                    bias_row(a, bias_of_head(a, row_at(a.bias, q.b, h, 0)), i0) +
+                                                        n0 * (a.bias.dtype == HEED_F32 ? 4 : 2));
+    };
     auto meet_next = [&](int slot, const span &q, const score_source &from, int n0, bool whole) {
         if (!RUNS)
-            next = queries_from(a, q, h, i0);
+            meet_head(q, n0);
         meet_queries<SCORES>(s, q, slot, a, next, facts, h, i0, whole);
-        next.q += BQ * a.q_step, next.d_o += BQ * a.d_o_step;
         if (SCORES == BEGUN && !NEAR) {
             const char *head = bias_of_head(a, row_at(a.bias, q.b, h, 0));
             prefetch_bias<BQ, BN, THREADS>(threadIdx.x, a, n0,
                                            [&](int r) { return bias_row(a, head, min(i0 + r, q.rows - 1)); });
         }
-        if (COPIES)
+        if constexpr (NEAR)
+            bring_bias<BQ, extras, THREADS>(threadIdx.x, extra_tiles + slot * extras::bytes(a, SCORES, NEAR), a,
+                                            next.bias, q.rows - i0, n0);
+        else if (COPIES)
             copy_mask_and_bias<SCORES, extras, BQ, THREADS>(threadIdx.x,
                                                             extra_tiles + slot * extras::bytes(a, SCORES, NEAR), 0, a,
                                                             q, at_head(from, a, h), i0, n0);
+        next.q += BQ * a.q_step, next.d_o += BQ * a.d_o_step;
+        if (NEAR)
+            next.bias = bias_row(a, next.bias, BQ);
     };
     { /* the first copies start before anything is shared: each thread finds out for itself */
         int b, hk;
@@ -200,15 +213,15 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         first = min(first, first_of_end), last = max(last, last_of_end);
         i0 = first, h = hk * a.G, more = first < last;
         score_source from;
-        if (COPIES)
+        if (COPIES && !NEAR)
             from = score_source_of(a, head_of(a, here, 0));
         if (RUNS)
-            next = queries_from(a, here, h, i0);
+            meet_head(here, n0);
         if (more)
             meet_next(0, here, from, n0, i0 >= inside && min(i0 + BQ, here.rows) <= outside);
         if (threadIdx.x == 0) {
             s.sequence = here;
-            if (COPIES)
+            if (COPIES && !NEAR)
                 s.from = from;
             s.n0 = n0, s.hk = hk;
             s.first = first, s.last = last, s.inside = inside, s.outside = outside;
@@ -236,7 +249,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             i0 = s.first, h++;
             more = h < (s.hk + 1) * a.G;
             if (more && RUNS)
-                next = queries_from(a, q, h, i0);
+                meet_head(q, s.n0);
         }
         if (SLOTS == 2) {
             if (more)

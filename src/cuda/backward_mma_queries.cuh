@@ -44,8 +44,15 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     constexpr uint32_t TILE = BC * D * 2;
     const uint32_t sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
+    const char *next_bias = NULL; /* the lane's pieces of it, where it is near */
     auto copy_own_scores = [&](const span &q, const score_source &from, int i0, int n0) {
-        copy_mask_and_bias<SCORES, extras, 16 * MT, 32>(lane, s.tiles, row0, a, q, from, i0, n0);
+        if constexpr (NEAR) {
+            const int size = a.bias.dtype == HEED_F32 ? 4 : 2;
+            bring_bias<16 * MT, extras, 32>(lane, s.tiles + row0 * extras::pitch(size), a, next_bias,
+                                            q.rows - i0 - row0, n0);
+            next_bias += BC * size;
+        } else
+            copy_mask_and_bias<SCORES, extras, 16 * MT, 32>(lane, s.tiles, row0, a, q, from, i0, n0);
     };
     int n0; /* the first key of a tile; there is one to come */
     bool more;
@@ -80,7 +87,12 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         commit_copies();
         score_source from;
         if (COPIES) {
-            from = score_source_of(a, head_of(a, here, h));
+            if (NEAR)
+                next_bias = own_pieces<extras, 32>(lane, a,
+                                                   bias_row(a, bias_of_head(a, row_at(a.bias, b, h, 0)), i0 + row0) +
+                                                       n0 * (a.bias.dtype == HEED_F32 ? 4 : 2));
+            else
+                from = score_source_of(a, head_of(a, here, h));
             if (more)
                 copy_own_scores(here, from, i0, n0);
             commit_copies();
@@ -88,7 +100,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         if (threadIdx.x == 0) {
             s.sequence = here;
             s.of = head_of(a, here, h);
-            if (COPIES)
+            if (COPIES && !NEAR)
                 s.from = from;
             s.i0 = i0, s.last = last, s.inside = inside, s.outside = outside;
         }
@@ -175,8 +187,13 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             else
                 clear(S);
             multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
-            if (SCORES == BEGUN && coarse)
-                subtract_rows(t, L);
+            if constexpr (SCORES == BEGUN)
+                if (coarse || !whole) { /* one branch: with two, numbers were moved between them */
+                    if (coarse)
+                        subtract_rows(t, L);
+                    if (!whole)
+                        hide_outside_band(t);
+                }
             if (COPIES && !NEAR) {
                 wait_for_own_scores();
                 point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
@@ -185,7 +202,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             }
             if constexpr (SCORES == UNBIASED)
                 score_unscaled<false>(t, a, q, x, whole);
-            else if (!whole)
+            else if (SCORES != BEGUN && !whole)
                 hide_outside_band(t);
             if (SCORES == MASKED)
                 apply_mask(t, a, q, x);

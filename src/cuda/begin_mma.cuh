@@ -148,6 +148,39 @@ __device__ inline void begin_with_bias(Tile &t, const mma_args &a, bool all_exis
     }
 }
 
+/* A bias that is near is copied in pieces of 16 bytes. Where a thread's first piece is, of a tile that begins at `first`. */
+template <class Tiles, int THREADS>
+__device__ inline const char *own_pieces(int thread, const mma_args &a, const char *first)
+{
+    const int pieces = Tiles::COLUMNS / (a.bias.dtype == HEED_F32 ? 4 : 8); /* of a row */
+    return bias_row(a, first, thread / pieces) + thread % pieces * 16;
+}
+
+/* Starts their copies, where so many rows are left, and keys from n0 on. What does not exist is zero. */
+template <int QUERIES, class Tiles, int THREADS>
+__device__ inline void bring_bias(int thread, char *tile, const mma_args &a, const char *from, int rows, int n0)
+{
+    auto copy = [&](auto size) {
+        constexpr int SIZE = decltype(size)::value, PITCH = Tiles::pitch(SIZE);
+        constexpr int PIECES = Tiles::COLUMNS * SIZE / 16, AT_ONCE = THREADS / PIECES; /* of a row, and rows */
+        const int row = thread / PIECES, at = thread % PIECES * 16, down = (int)a.bias.stride[2] * SIZE;
+        const uint32_t to = shared_address(tile) + row * PITCH + at;
+        if (rows >= QUERIES && n0 + Tiles::COLUMNS <= a.Sk) /* the rule */
+#pragma unroll
+            for (int r = 0; r < QUERIES; r += AT_ONCE)
+                copy_async<16>(to + r * PITCH, row_from(from, r, down), 16);
+        else
+#pragma unroll 1
+            for (int r = 0; r < QUERIES; r += AT_ONCE)
+                copy_async<16>(to + r * PITCH, row_from(from, r, down),
+                               r + row < rows && n0 * SIZE + at < a.Sk * SIZE ? 16 : 0);
+    };
+    if (a.bias.dtype == HEED_F32)
+        copy(constant<4>());
+    else
+        copy(constant<2>());
+}
+
 /* S = bias / f, from shared memory. */
 template <class Tile> __device__ inline void begin_with_near_bias(Tile &t, const mma_args &a)
 {

@@ -230,10 +230,10 @@ __device__ inline void copy_mask_and_bias(int thread, char *tiles, int row, cons
     constexpr int KEYS = Tiles::COLUMNS;
     const int rows = s.rows - i0 - row, keys = s.keys - n0;
     char *mask = tiles + (SCORES == GENERAL ? Tiles::bias_bytes(a) : 0) + row * Tiles::pitch(1);
-    if ((SCORES == GENERAL || SCORES == BEGUN) && a.bias.data && a.bias.dtype == HEED_F32)
+    if (SCORES == GENERAL && a.bias.data && a.bias.dtype == HEED_F32)
         copy_scores<QUERIES, KEYS, THREADS, 4>(thread, tiles + row * Tiles::pitch(4), Tiles::pitch(4), from.bias,
                                                i0 + row, n0, rows, keys);
-    else if ((SCORES == GENERAL || SCORES == BEGUN) && a.bias.data)
+    else if (SCORES == GENERAL && a.bias.data)
         copy_scores<QUERIES, KEYS, THREADS, 2>(thread, tiles + row * Tiles::pitch(2), Tiles::pitch(2), from.bias,
                                                i0 + row, n0, rows, keys);
     if (SCORES >= MASKED && a.mask.data)
