@@ -219,7 +219,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
  * keys, by several pieces of work (SHARED). */
 enum { EARLY = 1, LATE = 2, EXACT = 4, AHEAD = 8, OWNER = 16, SHARED = 32 };
 
-/* KEYS: the own rows are keys. SLOTS own tiles and FIRST and SECOND stages of the rings, powers of two. WAYS: of the
+/* KEYS: the own rows are keys. SLOTS own tiles and FIRST and SECOND stages of the rings. WAYS: of the
  * above. DS: where dQ, too, is computed and added up in memory, so many tiles of dS pass between warpgroups. PASS:
  * tiles of P do. */
 template <bool KEYS_, int D_, int ROWS_, int SLOTS_, int FIRST_, int SECOND_, int WAYS_ = 0, int DS_ = 0, int PASS_ = 0>
