@@ -294,6 +294,29 @@ TEST(logits_may_rise_steeply_along_the_keys)
     }
 }
 
+/* All scores alike, of 26 and of -26: weights that are not relative to the largest would be 2^38 and 2^-38, and values of
+ * 2^100 and 2^-100 beyond the range of floats with them. */
+TEST(values_may_be_huge_or_tiny_where_scores_are_high_or_low)
+{
+    for_each_kernel(HEED_FORWARD, kernel) {
+        if (kernel.dtype == HEED_F16)
+            continue;
+        for (int n = 0; n < 4; n++) {
+            test_case c = case_new(&kernel, (case_shape){ .Sq = 64, .Sk = 512, .D = 64 });
+            for (int64_t d = 0; d < 64; d++) {
+                for (int64_t i = 0; i < 64; i++)
+                    set(&c.a.q, 0, 0, i, d, n % 2 ? 1.8125 : -1.8125);
+                for (int64_t j = 0; j < 512; j++) {
+                    set(&c.a.k, 0, 0, j, d, 1.8125);
+                    set(&c.a.v, 0, 0, j, d, get(&c.a.v, 0, 0, j, d) * (n / 2 ? 0x1p100 : 0x1p-100));
+                }
+            }
+            case_check(&c);
+            case_free(&c);
+        }
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -313,6 +336,7 @@ int main(void)
         cmocka_unit_test(a_bias_of_the_lowest_float_is_a_mask),
         cmocka_unit_test(a_row_whose_scores_are_all_very_low_is_an_ordinary_row),
         cmocka_unit_test(logits_may_rise_steeply_along_the_keys),
+        cmocka_unit_test(values_may_be_huge_or_tiny_where_scores_are_high_or_low),
     };
     return RUN_TESTS(tests);
 }

@@ -162,7 +162,7 @@ static void pack_more(forward_block *b, int64_t first, int64_t last)
     }
 #if MAY_BE_NEAR
     if (b->may_be_near)
-        find_reach(b, first, last);
+        find_reach(b, &v, first, last);
 #endif
 }
 

@@ -1,7 +1,19 @@
 /* Rows that are near keys (softmax.h): the forward of bf16 by products of pairs. */
 
-/* The reach of keys [first, last), which are packed. */
-static void find_reach(forward_block *b, int64_t first, int64_t last)
+/* Whether sums of the weights of near rows, from 2^-49 to 2^32, times n of these bf16 stay within the range of floats. */
+static int has_moderate(const uint16_t *v, int64_t n)
+{
+    uint16_t top = 0, least = UINT16_MAX; /* magnitudes as bits; the least but for zeros, less one */
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t x = v[i] & 0x7FFF, less = (uint16_t)(x - 1);
+        top = top > x ? top : x;
+        least = least < less ? least : less;
+    }
+    return top <= MODERATE_MOST && least >= MODERATE_LEAST - 1;
+}
+
+/* The reach of keys [first, last), which are packed: infinite for those whose values are not moderate. */
+static void find_reach(forward_block *b, const source *v, int64_t first, int64_t last)
 {
     uint32_t top = 0, square; /* as bits, of which those of a NaN are the largest */
     for (int64_t n = first; n < last; n += W) {
@@ -15,6 +27,8 @@ static void find_reach(forward_block *b, int64_t first, int64_t last)
         vec_store(b->reach + n, vec_add(vec_add(sum[0], sum[1]), vec_add(sum[2], sum[3])));
     }
     for (int64_t n = first; n < last; n++) {
+        if (!has_moderate((const uint16_t *)(const void *)source_row(v, n), v->dim))
+            b->reach[n] = INFINITY;
         memcpy(&square, b->reach + n, sizeof square);
         top = n % BC && top > square ? top : square;
         memcpy(b->reach + n, &top, sizeof top);

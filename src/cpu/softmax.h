@@ -11,8 +11,10 @@
 #define MAY_BE_NEAR (HEED_DOT && !HEED_SPLIT)
 #define NEAR 40.0f
 #define NEAR_M 8.125f
-#define NEAR_ROWS 64  /* of a sequence, and ... */
-#define NEAR_KEYS 512 /* ... keys, for which it is worth finding out */
+#define MODERATE_MOST 0x5F80  /* bf16 of a near key's values: 2^64 ... */
+#define MODERATE_LEAST 0x1900 /* ... and 2^-77, unless 0 */
+#define NEAR_ROWS 64          /* of a sequence, and ... */
+#define NEAR_KEYS 512         /* ... keys, for which it is worth finding out */
 
 /* 2^(c (m - m')) for each row of a tile goes to keep, m' to m; m' = max(m, the largest of the row's scores). top has -inf
  * behind the last row up to a whole vector: m of the next tile stays as it is. */
