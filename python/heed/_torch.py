@@ -3,6 +3,8 @@ and dispatch modes can see, the autograd function, and calls that have to be put
 
 from __future__ import annotations
 
+import atexit
+import os
 from typing import Any
 
 import torch
@@ -155,6 +157,33 @@ def _backward_otherwise(ctx: Any, do: Any, dlse: Any) -> Any:
     return tuple(gradients[: len(ctx.needs_input_grad)])
 
 
+# ---- The end of the program --------------------------------------------------------------------------------------------
+#
+# PyTorch has a thread for the backwards on each GPU. After a backward the thread may be the last to hold gradients, for
+# which it needs Python's lock once more; if Python is ending by then, the process is aborted. The thread lets go of a
+# backward before it begins with the next: so there is one more at the end, of nothing, in which no Python object is left.
+
+_gpus: list[int] = []  # where backwards have run
+
+
+def _first_backward(gpu: int) -> None:
+    if not _gpus:
+        atexit.register(_wait_for_backwards, os.getpid())
+    _gpus.append(gpu)
+
+
+def _wait_for_backwards(process: int) -> None:
+    if os.getpid() == process:  # a fork has no such threads
+        _C.call_within(5.0, _one_more_backward)  # a thread that does not come back must not keep the process
+
+
+def _one_more_backward() -> None:
+    run = torch.autograd.Variable._execution_engine.run_backward  # tensor.backward() puts Python's context into the graph
+    for gpu in _gpus:
+        x, dy = (torch.empty(0, device=f"cuda:{gpu}", requires_grad=grad) for grad in (True, False))
+        run((x.neg(),), (dy,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 _C.use_torch(
     torch.Tensor,
     torch.nn.Parameter,
@@ -166,5 +195,6 @@ _C.use_torch(
     super(torch.autograd.Function, _Attention).apply,  # without the Python around it: the extension asks for functorch
     _AttentionBackward,
     _backward_otherwise,
+    _first_backward,
 )
 _api._compiling = torch.compiler.is_dynamo_compiling

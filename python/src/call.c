@@ -1,4 +1,5 @@
 #include "call.h"
+#include "ending.h"
 #include "memory.h"
 
 #include <string.h>
@@ -455,4 +456,9 @@ static int run(call *c, const heed_gradient *g)
 }
 
 int call_forward(call *c) { return run(c, NULL); }
-int call_backward(call *c) { return run(c, &c->g); }
+int call_backward(call *c)
+{
+    if (c->x.backend == HEED_CUDA)
+        ending_note_backward(c->like, c->x.device);
+    return run(c, &c->g);
+}

@@ -1,6 +1,7 @@
 /* heed._C: the library for Python. Its functions take the arguments of `enum argument` in that order; the package's
  * Python files give them names, defaults and meaning, and say which way a call goes. */
 #include "call.h"
+#include "ending.h"
 #include "front.h"
 #include "memory.h"
 #include "parts.h"
@@ -159,6 +160,7 @@ static PyMethodDef methods[] = {
     { "quick_class", torch_quick_class, METH_O, NULL },
     { "keep_at_hand", torch_keep_at_hand, METH_VARARGS, NULL },
     { "function_state", torch_function_state, METH_O, NULL },
+    { "call_within", ending_call_within, METH_VARARGS, NULL },
     { "use", use, METH_VARARGS, NULL },
     { "use_torch", torch_use, METH_VARARGS, NULL },
     { "set_threads", set_threads, METH_O, NULL },

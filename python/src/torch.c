@@ -1,4 +1,5 @@
 #include "torch.h"
+#include "ending.h"
 #include "libtorch.h"
 #include "memory.h"
 
@@ -107,11 +108,13 @@ PyObject *torch_use(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *tensor, *parameter, *exchange, *context;
-    if (!PyArg_ParseTuple(args, "OOO(OOO)(OOO)OOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_strided,
+    if (!PyArg_ParseTuple(args, "OOO(OOO)(OOO)OOOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_strided,
                           &memory_torch_empty_cuda, &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes, &autocast,
-                          &forward_ad, &functorch_active, &apply, &context, &backward_otherwise))
+                          &forward_ad, &functorch_active, &apply, &context, &backward_otherwise,
+                          &ending_first_backward))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
+    ending_tensor = tensor;
     if (find_attribute(tensor, "requires_grad", &requires_grad_of) || find_attribute(context, "to_save", &to_save) ||
         find_attribute(context, "saved_tensors", &saved_tensors) ||
         find_attribute(context, "needs_input_grad", &needs_input_grad) ||

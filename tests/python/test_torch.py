@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
 import resource
 import subprocess
@@ -672,3 +673,53 @@ def test_reduce_overhead_mode_compiles(cuda):
     for _ in range(3):
         o = f(q, k, v).clone()
     same([o], [heed.attention(q, k, v) * 2])
+
+
+# Makes the bad luck: after the last backward PyTorch's thread goes on only when the results are gone, and then has to wait
+# for Python's lock until the program ends.
+_ENDS_AT_A_BAD_TIME = """
+import os, sys, threading, time
+import torch, heed
+
+inputs = [torch.randn(1, 2, 64, 64, device="cuda", requires_grad=True) for _ in range(3)]
+do = torch.randn(1, 2, 64, 64, device="cuda")
+held = []
+
+def hold_back(_):
+    held.append(threading.get_native_id())
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+cores = os.sched_getaffinity(0)
+os.sched_setaffinity(0, [int(sys.argv[1])])  # of this thread and those that it makes: the idle one is the last to run
+o = heed.attention(*inputs)
+o.register_hook(hold_back)
+torch.autograd.grad(o, inputs, do)
+time.sleep(0.1)
+o = heed.attention(*inputs)
+sys.setswitchinterval(1000)
+torch.autograd.grad(o, inputs, do)
+del o
+os.sched_setscheduler(held[0], os.SCHED_OTHER, os.sched_param(0))
+os.sched_setaffinity(held[0], cores)
+until = time.perf_counter() + 0.2
+while time.perf_counter() < until:
+    pass
+"""
+
+
+def test_a_program_ends_in_peace_after_a_backward(cuda):
+    cores = list(os.sched_getaffinity(0))[:4]
+    command = [sys.executable, "-c", _ENDS_AT_A_BAD_TIME]
+    programs = [subprocess.Popen([*command, str(core)], stderr=subprocess.PIPE, text=True) for core in cores]
+    for program in programs:
+        _, errors = program.communicate(timeout=120)
+        assert program.returncode == 0, errors
+
+
+def test_what_a_program_does_last_takes_no_longer_than_it_may():
+    began = time.perf_counter()
+    assert not heed._C.call_within(0.05, lambda: time.sleep(0.5))
+    assert time.perf_counter() - began < 0.4
+    assert heed._C.call_within(60.0, lambda: 1 / 0)
+    program = "import atexit, heed; atexit.register(lambda: heed._C.call_within(60.0, lambda: print('done')))"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"done\n"
