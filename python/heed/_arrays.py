@@ -47,6 +47,8 @@ def check(name: str, value: Any, q: Any) -> None:
         raise TypeError(f"q: is a {type_name(q)}, expected a PyTorch tensor or a NumPy array")
     if _library(value) != _library(q):
         raise TypeError(f"{name}: is a {type_name(value)}, expected what q is, a {type_name(q)}")
+    if type(value).__name__ == "MaskedArray":
+        raise TypeError(f"{name}: is a {type_name(value)}, expected an array without a mask (see mask for hidden keys)")
 
 
 def _prepare(a: Arguments) -> Arguments:
@@ -63,6 +65,8 @@ def _prepare(a: Arguments) -> Arguments:
             continue
         if name in INTEGERS and value.dtype.kind not in "iu":
             raise TypeError(f"{name}: dtype is {value.dtype}, expected int32 or int64")
+        if name in INTEGERS and value.dtype.itemsize > 2:  # what int32 cannot say is refused, not taken for another number
+            value = value.clip(0 if value.dtype.kind == "u" else -1, (1 << 31) - 1)
         changes[name] = xp.ascontiguousarray(value, dtype=xp.int32 if name in INTEGERS else xp.float32)
     if a.dropout_seed is None and drops(a):
         import numpy

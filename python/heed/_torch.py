@@ -51,15 +51,19 @@ def _prepare(a: Arguments) -> Arguments:
         if name in INTEGERS:
             if t.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"{name}: dtype is {t.dtype}, expected torch.int32 or torch.int64")
+            if t.device.type == "cpu" and t.dtype == torch.int64:
+                t = t.clamp(-1, (1 << 31) - 1)  # what int32 cannot say is refused, not taken for another number
             changes[name] = t.to(torch.int32).contiguous()
-        elif not torch.compiler.is_compiling() and t.is_neg():  # compiled code resolves it at the operator
-            changes[name] = t.resolve_neg()
+        elif name == "dropout_seed":
+            changes[name] = t.reshape(-1)
     for name in PER_HEAD:
         t = getattr(a, name)
         if t is not None and t.dtype in _FLOATS:
             changes[name] = t.float()
-    if a.alibi_slopes is not None and a.alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError("alibi_slopes: requires a gradient, which heed does not compute; detach them, or give a bias")
+    for name in ("alibi_slopes", "scale", "softcap", "dropout_p"):
+        t = getattr(a, name)
+        if isinstance(t, torch.Tensor) and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: requires a gradient, which heed does not compute; detach it")
     kind = a.q.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

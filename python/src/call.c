@@ -39,8 +39,8 @@ static int heed_dtype_of(const view *v, const char *name, heed_dtype *dtype)
     else if (code == DL_BOOL)
         *dtype = HEED_BOOL;
     else {
-        PyErr_Format(PyExc_TypeError, "%s: dtype is %s, expected float32, float16, bfloat16%s", name,
-                     view_dtype_name(v), strcmp(name, "mask") ? " or float64" : ", float64 or bool");
+        PyErr_Format(PyExc_TypeError, "%s: dtype is %s, expected float32, float16, bfloat16 or float64", name,
+                     view_dtype_name(v));
         return -1;
     }
     return 0;
@@ -111,13 +111,30 @@ int call_view_rows(call *c, PyObject *object, const char *name, heed_tensor *t)
     return arrange(v, name, call_row_axes[c->layout == THD], t);
 }
 
+/* Right-aligned: [S, T], [H, S, T] ... */
+static int arrange_scores(const view *v, const char *name, heed_tensor *t)
+{
+    int axis[4];
+    for (int d = 0; d < 4; d++)
+        axis[d] = d + v->ndim - 4 < 0 ? -1 : d + v->ndim - 4;
+    return arrange(v, name, axis, t);
+}
+
 int call_view_bias(call *c, PyObject *object, const char *name, heed_tensor *t)
 {
     view *v = open_view(c, object, name, 0);
-    int axis[4];
-    for (int d = 0; v && d < 4; d++)
-        axis[d] = d + v->ndim - 4 < 0 ? -1 : d + v->ndim - 4;
-    return v ? arrange(v, name, axis, t) : -1;
+    return v ? arrange_scores(v, name, t) : -1;
+}
+
+static int view_mask(call *c, PyObject *object)
+{
+    view *v = open_view(c, object, "mask", 0);
+    if (v && v->dtype.code == DL_BOOL)
+        return arrange_scores(v, "mask", &c->a.mask);
+    if (v)
+        PyErr_Format(PyExc_TypeError, "mask: dtype is %s, expected bool (numbers to be added are a bias)",
+                     view_dtype_name(v));
+    return -1;
 }
 
 int call_view_heads(call *c, PyObject *object, const char *name, heed_tensor *t)
@@ -132,7 +149,13 @@ int call_view_heads(call *c, PyObject *object, const char *name, heed_tensor *t)
                      t == &c->a.alibi ? "heads, or batch and heads" : "one: heads");
         return -1;
     }
-    return arrange(v, name, batched ? batch_and_heads : heads, t);
+    if (arrange(v, name, batched ? batch_and_heads : heads, t))
+        return -1;
+    if (t->dtype != HEED_F32) { /* which Python's way makes of other floats */
+        PyErr_Format(PyExc_TypeError, "%s: dtype is %s, expected float32", name, view_dtype_name(v));
+        return -1;
+    }
+    return 0;
 }
 
 /* Whole numbers of one dimension, next to each other. */
@@ -295,15 +318,8 @@ static int read_options(call *c, PyObject *const *args)
 
 static int read_extras(call *c, PyObject *const *args)
 {
-    if (args[ARG_MASK] != Py_None) {
-        if (call_view_bias(c, args[ARG_MASK], "mask", &c->a.mask))
-            return -1;
-        if (c->a.mask.dtype != HEED_BOOL) {
-            PyErr_Format(PyExc_TypeError, "mask: dtype is %s, expected bool (numbers to be added are a bias)",
-                         view_dtype_name(&c->others[c->open - 1]));
-            return -1;
-        }
-    }
+    if (args[ARG_MASK] != Py_None && view_mask(c, args[ARG_MASK]))
+        return -1;
     if (args[ARG_BIAS] != Py_None && call_view_bias(c, args[ARG_BIAS], "bias", &c->a.bias))
         return -1;
     if (args[ARG_ALIBI_SLOPES] != Py_None && call_view_heads(c, args[ARG_ALIBI_SLOPES], "alibi_slopes", &c->a.alibi))

@@ -53,11 +53,6 @@ static PyObject *by_libtorch(const view *v, const form *f, void **data)
 
 /* ---- Any library ------------------------------------------------------------------------------------------------ */
 
-static int of_exchange(PyObject *like)
-{
-    return view_exchange && (Py_TYPE(like) == view_exchange_type || Py_TYPE(like) == view_exchange_subtype);
-}
-
 static PyObject *tuple_of(int n, const int64_t *numbers)
 {
     PyObject *tuple = PyTuple_New(n);
@@ -170,7 +165,7 @@ static PyObject *by_torch(PyObject *like, PyObject *sizes, PyObject *steps, cons
 
 PyObject *memory_new(PyObject *like, const view *v, const form *f, void **data)
 {
-    int torch = of_exchange(like);
+    int torch = view_of_exchange(like);
     *data = NULL;
     if (libtorch.makes_tensors && torch) {
         const int quick = v->device.type == DL_CUDA && libtorch.tensor_at && memory_torch_empty_cuda != Py_None;
@@ -225,7 +220,7 @@ int memory_new_in_one(PyObject *like, const view *v, const form *f, int count, v
     const int64_t most = v->device.type == DL_CUDA ? TOGETHER_ON_DEVICE : TOGETHER;
     for (int n = 0; n < count; n++)
         bytes += aligned_bytes_of(v, &f[n]);
-    const int fits = of_exchange(like) && libtorch.part_of && bytes <= most;
+    const int fits = view_of_exchange(like) && libtorch.part_of && bytes <= most;
     void *base, *memory = fits ? new_piece(v, bytes, &base) : NULL;
     int done = 0;
     for (; memory && done < count && (made[done] = part_of_piece(memory, offset, &f[done])); done++) {
@@ -248,7 +243,7 @@ PyObject *memory_new_with_hidden(PyObject *like, const view *v, const form *f, v
     PyObject *made = NULL;
     const int dropped_early = v->device.type == DL_CUDA && libtorch.keeps_graph;
     h->data = h->owner = h->copy = NULL;
-    if (!of_exchange(like) || before + bytes > (dropped_early ? TOGETHER_ON_DEVICE : SMALL))
+    if (!view_of_exchange(like) || before + bytes > (dropped_early ? TOGETHER_ON_DEVICE : SMALL))
         return NULL;
     if (v->device.type != DL_CUDA) {
         const int64_t copied = before <= COPIED ? before : 0;
@@ -311,7 +306,7 @@ void memory_take(PyObject *like, const view *v, size_t bytes, memory_bytes *b)
     const form f = { .ndim = 1, .dtype = { DL_UINT, 8, 1 }, .shape = { (int64_t)bytes }, .stride = { 1 } };
     view w;
     *b = (memory_bytes){ 0 };
-    if (of_exchange(like) && (b->tensor = new_piece(v, (int64_t)bytes, &b->data)))
+    if (view_of_exchange(like) && (b->tensor = new_piece(v, (int64_t)bytes, &b->data)))
         return;
     if (!(b->object = memory_new(like, v, &f, &b->data)) || b->data)
         return;
@@ -331,7 +326,7 @@ void memory_give_back(memory_bytes *b)
 
 int memory_stream(PyObject *like, int device, void **stream)
 {
-    if (of_exchange(like))
+    if (view_of_exchange(like))
         return view_exchange->current_stream(DL_CUDA, device, stream) ? -1 : 0;
     PyObject *number = PyObject_CallFunctionObjArgs(memory_stream_function, like, NULL);
     if (!number)

@@ -61,8 +61,10 @@ static PyObject *set_threads(PyObject *module, PyObject *number)
 {
     (void)module;
     long threads = PyLong_AsLong(number);
-    if (threads == -1 && PyErr_Occurred())
+    if (threads == -1 && PyErr_Occurred()) {
+        PyErr_Format(PyExc_TypeError, "threads: is %R, expected a whole number", number);
         return NULL;
+    }
     if (threads < 0 || threads > 1 << 20) {
         PyErr_Format(PyExc_ValueError, "threads: is %ld, expected 0 or more", threads);
         return NULL;
@@ -81,6 +83,8 @@ static PyObject *explain(PyObject *module, PyObject *const *p, Py_ssize_t n)
     PyObject *result = NULL;
     char text[8192];
     const char *chip = NULL;
+    if (p[0] != Py_None && !PyUnicode_Check(p[0]))
+        return PyErr_Format(PyExc_TypeError, "chip: is %R, expected None or a name", p[0]);
     if (p[0] != Py_None && !(chip = PyUnicode_AsUTF8AndSize(p[0], NULL)))
         return NULL;
     int with_gradient = PyObject_IsTrue(p[1]);

@@ -146,11 +146,6 @@ static int is_true(PyObject *function)
     return yes;
 }
 
-static int is_plain(PyObject *object)
-{
-    return Py_TYPE(object) == view_exchange_type || Py_TYPE(object) == view_exchange_subtype;
-}
-
 static int requires_grad(PyObject *object)
 {
     if (object == Py_None)
@@ -199,15 +194,20 @@ static int has_saved_hooks(void)
     return !hooks || hooks->begin[0] != hooks->end[0];
 }
 
+/* Python's own, or none. A tensor is one too, but may want a gradient. */
+static int is_number(PyObject *object) { return object == Py_None || PyFloat_Check(object) || PyLong_Check(object); }
+
 /* Tensors, not of a subclass, and no autocast, tracing, transform or mode that would have to see the operation. */
 static int is_ordinary(PyObject *const *args)
 {
-    if (!view_exchange || !is_plain(args[ARG_Q]) || !is_plain(args[ARG_K]) || !is_plain(args[ARG_V]))
+    if (!view_of_exchange(args[ARG_Q]) || !view_of_exchange(args[ARG_K]) || !view_of_exchange(args[ARG_V]))
         return 0;
     for (int n = GRAD_BIAS; n < TENSORS; n++)
-        if (args[tensors[n]] != Py_None && !is_plain(args[tensors[n]]) && tensors[n] != ARG_DROPOUT_SEED)
+        if (args[tensors[n]] != Py_None && !view_of_exchange(args[tensors[n]]) && tensors[n] != ARG_DROPOUT_SEED)
             return 0;
     if (args[ARG_ALIBI_SLOPES] != Py_None && requires_grad(args[ARG_ALIBI_SLOPES]))
+        return 0;
+    if (!is_number(args[ARG_SCALE]) || !is_number(args[ARG_SOFTCAP]) || !is_number(args[ARG_DROPOUT_P]))
         return 0;
     return !has_modes() && !has_tangents() && !has_transforms();
 }
@@ -222,19 +222,8 @@ static int needs_autograd(PyObject *const *args)
     return 0;
 }
 
-/* A view with the negative bit (torch's lazy conjugation) has the wrong sign in memory. It comes from the imaginary part
- * of something, so that its columns are not next to each other: only then it is worth asking. */
-static int is_negated(const view *v, PyObject *object)
-{
-    if (v->ndim == 0 || v->stride[v->ndim - 1] == 1)
-        return 0;
-    PyObject *answer = PyObject_CallMethod(object, "is_neg", NULL);
-    Py_XDECREF(answer);
-    return answer != Py_False;
-}
-
 /* Fake tensors, and others without memory behind them, have no data. */
-static int is_real(const call *c, PyObject *const *args)
+static int is_real(const call *c)
 {
     const heed_tensor *inputs[] = { &c->a.q, &c->a.k, &c->a.v };
     for (int n = 0; n < 3; n++) {
@@ -242,8 +231,7 @@ static int is_real(const call *c, PyObject *const *args)
         if (!inputs[n]->data && shape[0] && shape[1] && shape[2] && shape[3])
             return 0;
     }
-    return !is_negated(&c->q, args[ARG_Q]) && !is_negated(&c->others[0], args[ARG_K]) &&
-           !is_negated(&c->others[1], args[ARG_V]);
+    return 1;
 }
 
 /* ---- Forward ---------------------------------------------------------------------------------------------------- */
@@ -257,7 +245,7 @@ static int compute(PyObject *const *args, int want_lse, pack *keep, PyObject **o
     call c;
     int bad = call_open(&c, args);
     *o = *lse = NULL;
-    if (!bad && !is_real(&c, args)) {
+    if (!bad && !is_real(&c)) {
         PyErr_SetString(PyExc_TypeError, "q, k and v: expected tensors with memory of their own");
         bad = -1;
     }
@@ -360,7 +348,7 @@ static int remember(PyObject *ctx, const request *r, pack *others, PyObject *o, 
         PyObject *value = r->args[n];
         if (value == call_defaults[n])
             continue;
-        if (is_plain(value)) {
+        if (view_of_exchange(value)) {
             kept[count++] = value;
             others->tensor[others->tensors++] = (uint8_t)n;
         } else {

@@ -187,7 +187,7 @@ static int open_any(view *v, PyObject *object, const char *name, int writable)
 {
     v->copy = NULL;
     v->kind = BORROWED;
-    if (view_exchange && (Py_TYPE(object) == view_exchange_type || Py_TYPE(object) == view_exchange_subtype)) {
+    if (view_of_exchange(object)) {
         dl_tensor t;
         if (from_torch(v, object))
             return 0;
@@ -217,6 +217,18 @@ static int all_strides_zero(const view *v)
     return v->ndim > 0 && view_elements(v) > 1;
 }
 
+/* PyTorch's lazy negation: such a view, of the imaginary part of something, has the wrong sign in memory. */
+static int is_negated(PyObject *object)
+{
+    if (!view_of_exchange(object))
+        return 0;
+    if (libtorch.tensor_at && libtorch.is_neg)
+        return libtorch.is_neg(libtorch_tensor(object));
+    PyObject *answer = PyObject_CallMethod(object, "is_neg", NULL);
+    Py_XDECREF(answer);
+    return answer == Py_True;
+}
+
 int view_open(view *v, PyObject *object, const char *name, int writable)
 {
     if (open_any(v, object, name, writable))
@@ -227,11 +239,17 @@ int view_open(view *v, PyObject *object, const char *name, int writable)
         view_close(v);
         return -1;
     }
-    if (!all_strides_zero(v) || writable)
+    int negated = is_negated(object);
+    if (negated && writable) {
+        PyErr_Format(PyExc_ValueError, "%s: is a negated view, expected a tensor that holds its own numbers", name);
+        view_close(v);
+        return -1;
+    }
+    if (!negated && (!all_strides_zero(v) || writable))
         return 0;
     view_close(v);
     int torch = view_exchange && PyObject_HasAttrString(object, "contiguous");
-    PyObject *copy = PyObject_CallMethod(object, torch ? "contiguous" : "copy", NULL);
+    PyObject *copy = PyObject_CallMethod(object, negated ? "resolve_neg" : torch ? "contiguous" : "copy", NULL);
     if (!copy || open_any(v, copy, name, 0)) {
         Py_XDECREF(copy);
         return -1;

@@ -34,6 +34,11 @@ void view_close(view *v);
 extern PyTypeObject *view_exchange_type, *view_exchange_subtype;
 extern const dl_exchange *view_exchange;
 
+static inline int view_of_exchange(PyObject *object)
+{
+    return view_exchange && (Py_TYPE(object) == view_exchange_type || Py_TYPE(object) == view_exchange_subtype);
+}
+
 int64_t view_elements(const view *v);
 int view_same_device(const view *v, const view *w);
 

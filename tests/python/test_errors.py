@@ -57,14 +57,16 @@ def message(kind, text, *arguments, function=heed.attention, **options):
         (ValueError, "stride: is -3, expected 1 or more", {"stride": -3}),
         (TypeError, "stride: is 1.5", {"stride": 1.5}),
         (TypeError, "mask: dtype is float32, expected bool", {"mask": Q.new_ones(5, 5)}),
-        (TypeError, "mask: dtype is", {"mask": torch.ones(5, 5, dtype=torch.uint8)}),
+        (TypeError, "mask: dtype is uint8, expected bool", {"mask": torch.ones(5, 5, dtype=torch.uint8)}),
         (ValueError, "mask", {"mask": torch.ones(5, 6, dtype=torch.bool)}),
         (ValueError, "bias", {"bias": torch.ones(3, 5, 5)}),
         (TypeError, "bias: dtype is int64", {"bias": torch.ones(5, 5, dtype=torch.int64)}),
         (ValueError, "bias: dtype is fp16", {"bias": torch.ones(5, 5, dtype=torch.float16)}),
         (ValueError, "scale", {"scale": float("nan")}),
         (TypeError, "scale: is 'big'", {"scale": "big"}),
+        (ValueError, "scale: requires a gradient", {"scale": torch.ones((), requires_grad=True)}),
         (ValueError, "softcap", {"softcap": -1.0}),
+        (ValueError, "softcap: requires a gradient", {"softcap": torch.ones((), requires_grad=True)}),
         (ValueError, "alibi", {"alibi_slopes": torch.ones(3)}),
         (ValueError, "alibi_slopes: requires a gradient", {"alibi_slopes": torch.ones(4, requires_grad=True)}),
         (ValueError, "sink", {"sink": torch.ones(3)}),
@@ -76,6 +78,7 @@ def message(kind, text, *arguments, function=heed.attention, **options):
         (ValueError, "lengths_q: expected 2 numbers", {"lengths_q": torch.ones(3, dtype=torch.int32)}),
         (ValueError, "lengths_k", {"lengths_k": torch.tensor([1, 9])}),
         (ValueError, "lengths_k", {"lengths_k": torch.tensor([1, -1])}),
+        (ValueError, "lengths_k", {"lengths_k": torch.tensor([1, (1 << 32) + 1])}),
     ],
 )  # fmt: skip
 def test_attention_says_what_is_wrong(kind, text, changes, device):
@@ -163,6 +166,7 @@ def test_self_attention_says_what_is_wrong():
     message(TypeError, "output: is a numpy.ndarray", x, out.numpy(), function=self_attention)
     message(TypeError, "output: is a meta tensor", x, out.to("meta"), function=self_attention)
     message(ValueError, "overlap", x, x, function=self_attention)
+    message(ValueError, "output: is a negated view", x, torch._neg_view(out), function=self_attention)
     message(TypeError, "x: has layout", x.to_sparse(), out, function=self_attention)
     frozen = np.zeros((5, 64), np.float32)
     frozen.flags.writeable = False
@@ -259,6 +263,8 @@ def test_modules_say_what_is_wrong():
 
 def test_other_functions_say_what_is_wrong():
     message(ValueError, "threads: is -1", -1, function=heed.set_threads)
+    message(TypeError, "threads: is 'two'", "two", function=heed.set_threads)
+    message(TypeError, "chip: is 3", Q, Q, Q, chip=3, function=heed.explain)
     message(ValueError, "chip|sm_9000", Q, Q, Q, chip="sm_9000", function=heed.explain)
     message(TypeError, "unexpected keyword", Q, Q, Q, colour="red", function=heed.explain)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

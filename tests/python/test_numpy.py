@@ -107,6 +107,9 @@ def test_wrong_arguments():
         (ValueError, "head_dim is 3", lambda: heed.attention(q, k[..., :3], v)),
         (ValueError, "q: has 5 dimensions", lambda: heed.attention(q[None], k, v)),
         (TypeError, "lengths_k: dtype is float64", lambda: heed.attention(q, k, v, lengths_k=np.ones(1))),
+        (ValueError, "lengths_k", lambda: heed.attention(q, k, v, lengths_k=np.array([(1 << 32) + 1]))),
+        (ValueError, "lengths_k", lambda: heed.attention(q, k, v, lengths_k=np.array([1 << 63], np.uint64))),
+        (TypeError, "k: is a numpy.ma", lambda: heed.attention(q, np.ma.masked_array(k, k > 0), v)),
         (ValueError, "stride 3 is 6 bytes", lambda: heed.attention(_uneven(), k, v)),
     ]:
         with pytest.raises(kind, match=text):

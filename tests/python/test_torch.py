@@ -286,10 +286,51 @@ def test_autocast_computes_in_the_lower_type(device, dtype):
 
 
 def test_negated_and_conjugated_views(device):
-    z = torch.randn(2, 4, 9, 8, dtype=torch.complex64, device=device)
-    x = z.conj().imag
-    assert x.is_neg()
-    same([heed.attention(x, x, x)], [heed.attention(*(x.resolve_neg().contiguous(),) * 3)])
+    q, k, v = qkv(device)
+
+    def views(shape):
+        x = torch.randn(shape, dtype=torch.complex64, device=device).conj().imag
+        assert x.is_neg()
+        return x, x.resolve_neg().contiguous()
+
+    def results(q, k, v, do, **options):
+        o = heed.attention(q, k, v, **options)
+        return [o, *torch.autograd.grad(o, (k, v), do)]
+
+    x, plain = views(q.shape)
+    same(results(x, k, v, x), results(plain, k, v, plain))
+    same([heed.attention(torch._neg_view(q), k, v)], [heed.attention(-q, k, v)])
+    for name, shape in (("bias", (9, 11)), ("sink", (4,)), ("alibi_slopes", (4,))):
+        x, plain = views(shape)
+        same(results(q, k, v, q, **{name: x}), results(q, k, v, q, **{name: plain}))
+    with torch.no_grad():
+        o, lse = heed.attention(q, k, v, return_lse=True)
+        x, plain = views(o.shape)
+        same(*(heed.attention_backward(do, q, k, v, o, lse) for do in (x, plain)))
+        x, plain = views((7, 64))
+        outputs = [torch.empty_like(plain) for _ in range(2)]
+        heed.self_attention(x, outputs[0]), heed.self_attention(plain, outputs[1])
+        same(outputs[:1], outputs[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_numbers_for_each_head_may_be_of_any_type(device, dtype):
+    q, k, v = qkv(device, dtype=torch.bfloat16)
+    sink = torch.randn(4, device=device, dtype=dtype, requires_grad=True)
+    slopes = torch.rand(4, device=device, dtype=dtype)
+    o = heed.attention(q, k, v, sink=sink, alibi_slopes=slopes)
+    as_float = sink.detach().float().requires_grad_()
+    want = heed.attention(q, k, v, sink=as_float, alibi_slopes=slopes.float())
+    (got,), (wanted,) = (torch.autograd.grad(x.sum(), s) for x, s in ((o, sink), (want, as_float)))
+    same([o, got], [want, wanted.to(dtype)])
+
+
+def test_a_seed_is_a_tensor_of_one_element_in_any_shape(device):
+    q, k, v = qkv(device, grad=False)
+    want = heed.attention(q, k, v, dropout_p=0.5, dropout_seed=5)
+    for shape in (), (1,), (1, 1):
+        seed = torch.full(shape, 5, device=device)
+        same([heed.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)], [want])
 
 
 # ---- Autograd ----------------------------------------------------------------------------------------------------------
