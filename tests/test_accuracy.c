@@ -90,6 +90,20 @@ TEST(o_of_flat_rows_is_as_accurate_as_the_naive_computation) { expect_accurate(H
 
 TEST(o_over_many_keys_is_as_accurate_as_the_naive_computation) { expect_accurate(HEED_FORWARD, LONG_SHAPE, 0, 1); }
 
+/* src/cpu/near.h: weights that are not relative to the largest, of all rows and of some. */
+#define NEAR_SHAPE                                                                                                     \
+    (case_shape) { .Sq = 66, .Sk = 516, .D = 64 }
+
+TEST(o_of_rows_near_their_keys_is_as_accurate_as_the_naive_computation)
+{
+    expect_accurate(HEED_FORWARD, NEAR_SHAPE, 0, 1);
+}
+
+TEST(o_beside_rows_near_their_keys_is_as_accurate_as_the_naive_computation)
+{
+    expect_accurate(HEED_FORWARD, NEAR_SHAPE, 0, 2.8);
+}
+
 TEST(gradients_are_within_twice_the_error_of_naive_ones) { expect_accurate(HEED_BACKWARD, DENSE_SHAPE, 0, 1); }
 
 TEST(causal_gradients_are_within_twice_the_error_of_naive_ones) { expect_accurate(HEED_BACKWARD, DENSE_SHAPE, 1, 1); }
@@ -191,6 +205,8 @@ int main(void)
         cmocka_unit_test(o_of_sharp_rows_is_as_accurate_as_the_naive_computation),
         cmocka_unit_test(o_of_flat_rows_is_as_accurate_as_the_naive_computation),
         cmocka_unit_test(o_over_many_keys_is_as_accurate_as_the_naive_computation),
+        cmocka_unit_test(o_of_rows_near_their_keys_is_as_accurate_as_the_naive_computation),
+        cmocka_unit_test(o_beside_rows_near_their_keys_is_as_accurate_as_the_naive_computation),
         cmocka_unit_test(gradients_are_within_twice_the_error_of_naive_ones),
         cmocka_unit_test(causal_gradients_are_within_twice_the_error_of_naive_ones),
         cmocka_unit_test(gradients_over_many_keys_are_within_twice_the_error_of_naive_ones),

@@ -304,6 +304,26 @@ TEST(causal_rows_ignore_later_keys)
     }
 }
 
+/* src/cpu/near.h: the same of earlier keys that the row's window leaves out. */
+TEST(windowed_rows_ignore_earlier_keys)
+{
+    for_each_kernel(HEED_FORWARD, kernel) {
+        if (kernel.backend != HEED_CPU || strstr(kernel.name, "split_"))
+            continue;
+        test_case c = case_new(&kernel, (case_shape){ .Sq = 600, .D = 64 });
+        c.a.windowed = 1, c.a.window_left = 200, c.a.window_right = 70;
+        case_forward(&c);
+        heed_tensor before = c.a.o;
+        c.a.o = case_tensor(&c, kernel.dtype, before.shape, NULL);
+        for (int64_t j = 0; j < 277; j++)
+            fill_row(&c.a.k, 0, 0, j, 1e4), fill_row(&c.a.v, 0, 0, j, -1e4);
+        case_forward(&c);
+        heed_tensor x = slice(before, 2, 477, 1, 123), y = slice(c.a.o, 2, 477, 1, 123);
+        expect_same_bits(&c, "rows after the earlier keys", &x, &y);
+        case_free(&c);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -331,6 +351,7 @@ int main(void)
         cmocka_unit_test(rows_that_see_no_key_are_zero),
         cmocka_unit_test(a_mask_that_hides_everything_gives_zeros),
         cmocka_unit_test(causal_rows_ignore_later_keys),
+        cmocka_unit_test(windowed_rows_ignore_earlier_keys),
     };
     return RUN_TESTS(tests);
 }

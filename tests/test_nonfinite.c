@@ -74,6 +74,20 @@ TEST(a_nan_or_inf_in_a_value_touches_the_rows_that_see_it_only)
         }
 }
 
+/* src/cpu/near.h: values of many keys are looked at once, and may be known to be finite. */
+TEST(a_nan_or_inf_among_many_values_touches_the_rows_that_see_it_only)
+{
+    for_each_strict_kernel(HEED_FORWARD, kernel)
+        for (int n = 0; n < 3; n++) {
+            test_case c = case_new(&kernel, (case_shape){ .Sq = 300, .Sk = 300, .D = 32 });
+            c.a.causal = 1;
+            set(&c.a.v, 0, 0, 285, 2, n == 0 ? NAN : n == 1 ? INFINITY : -INFINITY);
+            case_check(&c);
+            assert_true(isfinite(get(&c.a.o, 0, 0, 284, 2)) && !isfinite(get(&c.a.o, 0, 0, 285, 2)));
+            case_free(&c);
+        }
+}
+
 TEST(a_mask_keeps_nan_and_inf_out)
 {
     for_each_strict_kernel(EITHER_PASS, kernel) {
@@ -324,6 +338,7 @@ int main(void)
         cmocka_unit_test(a_nan_in_a_query_row_touches_that_row_only),
         cmocka_unit_test(a_nan_in_a_key_touches_the_rows_that_see_it_only),
         cmocka_unit_test(a_nan_or_inf_in_a_value_touches_the_rows_that_see_it_only),
+        cmocka_unit_test(a_nan_or_inf_among_many_values_touches_the_rows_that_see_it_only),
         cmocka_unit_test(a_mask_keeps_nan_and_inf_out),
         cmocka_unit_test(a_window_keeps_nan_out_on_both_sides),
         cmocka_unit_test(a_window_with_odd_edges_keeps_nan_out),

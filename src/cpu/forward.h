@@ -16,8 +16,7 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     b->wild = (unsigned char *)at_bytes(&x->j, x->f.wild + x->f.wild_stride * (size_t)buffer);
 #if MAY_BE_NEAR
     b->reach = at_bytes(&x->j, x->f.reach + x->f.reach_stride * (size_t)buffer);
-    b->may_be_near = !x->j.changes && !p->drop_below && p->D % W == 0 && p->a.v.stride[3] == 1 &&
-                     s->rows >= NEAR_ROWS && s->keys >= NEAR_KEYS;
+    b->may_be_near = !x->j.changes && !p->drop_below && p->D % W == 0 && s->rows >= NEAR_ROWS && s->keys >= NEAR_KEYS;
 #endif
     b->packed_first = b->packed_last = 0;
     b->K = (right){ b->panels, PANEL, PANEL * units_of(p->D) * PLANES, PANEL * units_of(p->D) };

@@ -117,11 +117,14 @@ typedef struct forward_block {
     unsigned char *wild;
 #if MAY_BE_NEAR
     int may_be_near;
-    char met_near[BR];      /* tile: some row was near some keys, and its m may be of that kind */
-    float *reach;           /* |k|^2 as packed, the largest from the block's first key to this one */
-    float q_square[BR + W]; /* |q|^2, and of a tile ... */
-    float tile_square[BR];  /* ... not less than the largest; NaN: its rows may have different m */
-    float tile_least[BR];   /* not more than the least */
+    float *reach;                    /* |k|^2 of each key, as packed; infinite if its values are not moderate */
+    float q_square[BR + W];          /* |q|^2 of each row; of all ... */
+    float most_square, least_square; /* ... the largest and the least */
+    int64_t met_first, met_last;     /* the keys that are met now, of which ... */
+    float most_reach, prefix[BC];    /* ... the largest reach; the largest from a key to each that follows it ... */
+    int knows_prefix;                /* ... from the first */
+    int all_near, none_near;         /* all rows are near them; none is that sees the first */
+    char far[BR], far_rows[BR];      /* row: was not near some keys; tile: how many are such rows */
 #endif
     int64_t packed_first, packed_last; /* keys that are there already */
     ahead next, after;                 /* to be asked for now; with the last block of keys */
@@ -149,9 +152,12 @@ static void pack_more(forward_block *b, int64_t first, int64_t last)
 {
     const heed_problem *p = b->j->p;
     source k = keys_of(p, b->span, &p->a.k, b->hk, p->D), v = keys_of(p, b->span, &p->a.v, b->hk, p->Dv);
-    int64_t width = round_up(p->Dv, W), step = HEED_SPLIT ? BC : last - first;
-    for (int64_t n = first; n < last; n += step) {
-        int64_t end = HEED_MIN(n + step, last);
+    int64_t width = round_up(p->Dv, W);
+#if MAY_BE_NEAR
+    k.squares = b->may_be_near ? b->reach : NULL;
+#endif
+    for (int64_t n = first; n < last; n += BC) {
+        int64_t end = HEED_MIN(n + BC, last);
         float k_top = 0, v_top = 0;
         k.top = &k_top, v.top = &v_top;
         pack_panels(b->panels, &k, n, end, b->j->k_scale);
@@ -159,11 +165,11 @@ static void pack_more(forward_block *b, int64_t first, int64_t last)
             pack_stacked(b->values + n / PER_UNIT * stacked_ld(width), &v, n, end, width);
         if (HEED_SPLIT)
             b->wild[n / BC] = !(k_top <= SPLIT_MOST && v_top <= SPLIT_MOST && (v_top >= SPLIT_LEAST || v_top == 0));
-    }
 #if MAY_BE_NEAR
-    if (b->may_be_near)
-        find_reach(b, &v, first, last);
+        if (b->may_be_near)
+            find_reach(b, n, end);
 #endif
+    }
 }
 
 /* Likewise, and what lies between them and those that are there, if they are not there yet. */
@@ -176,11 +182,16 @@ static void pack_keys(forward_block *b, int64_t first, int64_t last)
     b->packed_first = HEED_MIN(b->packed_first, first), b->packed_last = HEED_MAX(b->packed_last, last);
 }
 
+/* Of keys of the block that is met. */
 static int values_are_finite(const forward_block *b, int64_t first, int64_t last)
 {
     const heed_problem *p = b->j->p;
     if (first >= last)
         return 1;
+#if MAY_BE_NEAR
+    if (b->may_be_near && b->most_reach < INFINITY) /* then they are moderate */
+        return 1;
+#endif
     source v = keys_of(p, b->span, &p->a.v, b->hk, p->Dv);
     return rows_are_finite(&v, first, last);
 }
@@ -464,7 +475,7 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
         leave_head(b->j, b->span->b * p->Hk + b->hk);
 #if MAY_BE_NEAR
     if (b->may_be_near)
-        square_rows(b), memset(b->met_near, 0, sizeof b->met_near);
+        square_rows(b), memset(b->far, 0, sizeof b->far), memset(b->far_rows, 0, sizeof b->far_rows);
 #endif
     memset(b->started, 0, sizeof b->started);
     int64_t begin = HEED_MAX(first, n0) / BC * BC, end = HEED_MIN(last, n1);
@@ -483,6 +494,10 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
             ask_for_keys(&b->next, b->j, b->span, b->hk, n + BC);
         int64_t begins = HEED_MAX(n, n0), ends = HEED_MIN(n + BC, n1),
                 units = (ends - begins + PER_UNIT - 1) / PER_UNIT;
+#if MAY_BE_NEAR
+        if (b->may_be_near)
+            look_at_keys(b, begins, ends);
+#endif
         ask_in(&b->next, b->rows + b->tiles * asking_steps(MR, round_up(p->Dv, W) / W, units));
 #if HEED_SPLIT
         forward_tile tiles[2], *before = NULL;

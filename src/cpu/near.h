@@ -1,59 +1,81 @@
-/* Rows that are near keys (softmax.h): the forward of bf16 by products of pairs. */
+/* Rows that are near keys (softmax.h). */
 
-/* Whether sums of the weights of near rows, from 2^-49 to 2^32, times n of these bf16 stay within the range of floats. */
-static int has_moderate(const uint16_t *v, int64_t n)
+/* Values are moderate if sums of them, times weights of near rows, stay within the range of floats: those are between 2^-49
+ * and 2^40. */
+#define MODERATE_MOST 0x1p64f
+#define MODERATE_LEAST 0x1p-77f /* unless 0 */
+
+/* Whether so many rows of units are. A NaN is not. */
+static int are_moderate(right V, int64_t rows, int64_t width)
 {
-    uint16_t top = 0, least = UINT16_MAX; /* magnitudes as bits; the least but for zeros, less one */
-    for (int64_t i = 0; i < n; i++) {
-        uint16_t x = v[i] & 0x7FFF, less = (uint16_t)(x - 1);
-        top = top > x ? top : x;
-        least = least < less ? least : less;
-    }
-    return top <= MODERATE_MOST && least >= MODERATE_LEAST - 1;
+#if HEED_DOT
+    vec most = vec_zero(), least = vec_pairs(UINT16_MAX);
+    for (; rows > 0; rows--, V.data += V.ld)
+        for (int64_t c = 0; c < width; c += W)
+            vec_widen_pairs(vec_load(V.data + c), &least, &most);
+    return vec_pairs_within(least, most, MODERATE_LEAST, MODERATE_MOST);
+#else
+    float top[4];
+    vec most = vec_zero(), tiny = vec_zero();
+    for (; rows > 0; rows--, V.data += V.ld)
+        for (int64_t c = 0; c < width; c += W) {
+            vec x = vec_abs(vec_load(V.data + c));
+            most = vec_larger(most, x), tiny = vec_max(vec_less(x, vec_set1(MODERATE_LEAST), x, vec_zero()), tiny);
+        }
+    most = vec_less(most, vec_set1(2 * MODERATE_MOST), most, vec_set1(INFINITY)); /* for NaN, too */
+    vec_top4(most, tiny, most, tiny, top);
+    return top[0] <= MODERATE_MOST && top[1] == 0;
+#endif
 }
 
-/* The reach of keys [first, last), which are packed: infinite for those whose values are not moderate. */
-static void find_reach(forward_block *b, const source *v, int64_t first, int64_t last)
+/* Of keys [first, last), which are packed: those whose values are not moderate are out of reach. */
+static void find_reach(forward_block *b, int64_t first, int64_t last)
 {
-    uint32_t top = 0, square; /* as bits, of which those of a NaN are the largest */
-    for (int64_t n = first; n < last; n += W) {
-        const float *units = right_from(b->K, 0, n / PANEL * PANEL).data + n % PANEL;
-        vec sum[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
-        for (int64_t u = 0; u < units_of(b->j->p->D); u += 4)
-            each(i, 4) {
-                vec k = vec_load(units + (u + i) * PANEL);
-                sum[i] = vec_dot(k, k, sum[i]);
-            }
-        vec_store(b->reach + n, vec_add(vec_add(sum[0], sum[1]), vec_add(sum[2], sum[3])));
-    }
-    for (int64_t n = first; n < last; n++) {
-        if (!has_moderate((const uint16_t *)(const void *)source_row(v, n), v->dim))
-            b->reach[n] = INFINITY;
-        memcpy(&square, b->reach + n, sizeof square);
-        top = n % BC && top > square ? top : square;
-        memcpy(b->reach + n, &top, sizeof top);
-    }
+    int64_t width = round_up(b->j->p->Dv, W);
+    right V = right_from(b->V, first / PER_UNIT, 0);
+    if (are_moderate(V, (last - first + PER_UNIT - 1) / PER_UNIT, width))
+        return;
+    for (int64_t n = first; n < last; n++)
+        for (int64_t c = 0; c < width; c++) {
+            float v = fabsf(unit_value(b->V.data, n / PER_UNIT * b->V.ld + c, n % PER_UNIT));
+            if (!(v <= MODERATE_MOST) || (v < MODERATE_LEAST && v != 0))
+                b->reach[n] = INFINITY;
+        }
 }
 
+/* |q|^2 of all rows, the largest and the least. */
 static void square_rows(forward_block *b)
 {
-    for (int64_t r = 0; r < b->rows; r += 4) {
-        const void *rows[4];
+    const int64_t rows = b->rows, ld = b->Q.ld, D = b->j->p->D;
+    const float *Q = b->Q.data;
+    float top[4];
+    vec most = vec_zero(), least = vec_set1(-INFINITY);
+    for (int64_t r = 0; r < rows; r += 4) {
+        vec sum[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
+        const float *row[4];
         each(i, 4)
-            rows[i] = b->Q.data + HEED_MIN(r + i, b->rows - 1) * b->Q.ld;
-        dot4_as(HEED_BF16, rows, rows, b->j->p->D, b->q_square + r);
+            row[i] = Q + HEED_MIN(r + i, rows - 1) * ld;
+        int64_t c = 0;
+        for (; c + PER_UNIT * W <= D; c += PER_UNIT * W)
+            each(i, 4) {
+                vec x = vec_load(row[i] + c / PER_UNIT);
+                sum[i] = vec_madd(x, x, sum[i]);
+            }
+        if (c < D)
+            each(i, 4) {
+                vec x = vec_load_as(PER_UNIT == 1 ? HEED_F32 : HEED_BF16, row[i], c);
+                sum[i] = vec_fma(x, x, sum[i]);
+            }
+        vec_sum4(sum[0], sum[1], sum[2], sum[3], b->q_square + r);
     }
-    vec_store(b->q_square + b->rows, vec_zero());
-    for (int64_t t = 0; t < b->tiles; t++) { /* and a few rows of the next one, whose squares may well be here, too */
-        int64_t r = tile_begin(b->rows, b->tiles, t), end = tile_begin(b->rows, b->tiles, t + 1);
-        vec top = vec_zero(), low = vec_set1(INFINITY);
-        for (; r < end; r += W) {
-            vec x = vec_load(b->q_square + r);
-            top = vec_larger(top, x), low = vec_min(low, vec_max(x, vec_zero())); /* 0 for a NaN */
-        }
-        b->tile_square[t] = vec_largest(top);
-        b->tile_least[t] = vec_least(low);
+    for (int64_t r = rows; r < round_up(rows, W); r++)
+        b->q_square[r] = b->q_square[rows - 1];
+    for (int64_t r = 0; r < rows; r += W) {
+        vec x = vec_load(b->q_square + r);
+        most = vec_max(x, most), least = vec_max(vec_sub(vec_zero(), x), least);
     }
+    vec_top4(most, least, most, least, top);
+    b->most_square = top[0], b->least_square = -top[1];
 }
 
 /* Whether |q|^2 and |k|^2 are those of near rows. Squares beyond 2^60 are none, as 2^-60 may be lost in the other one. */
@@ -62,27 +84,52 @@ static inline int are_near(float q_square, float reach, float c)
     return q_square <= 0x1p60f && reach <= 0x1p60f && q_square * reach * (c * c) <= NEAR * NEAR;
 }
 
-/* Whether all rows of a tile are near its block of keys. */
-static int tile_is_near(const forward_block *b, const forward_tile *x)
-{
-    return x->all_first <= x->n0 && are_near(b->tile_square[x->t], b->reach[x->last - 1], b->j->s_scale * LOG2E);
-}
-
-/* Which are, if any. No key that a row does not see decides about it, nor does another row. */
-static int find_near_rows(const forward_block *b, const forward_tile *x, char near[MR])
+/* Before keys [n0, n1), a block or what there is of it, are met: the largest |k|^2, seen or not, whether all rows are near, and
+ * whether none is that sees the first. */
+static void look_at_keys(forward_block *b, int64_t n0, int64_t n1)
 {
     const float c = b->j->s_scale * LOG2E;
-    int any = 0;
-    memset(near, 0, MR);
-    for (int64_t r = 0; r < x->rows && are_near(b->tile_least[x->t], b->reach[x->n0], c); r++) {
-        const query *q = b->row + x->r0 + r;
-        int64_t last = HEED_MIN(q->last, x->last);
-        float m = b->m[x->r0 + r];
-        near[r] = q->first <= x->n0 && last > x->n0 && are_near(b->q_square[x->r0 + r], b->reach[last - 1], c) &&
-                  (m == -INFINITY || fabsf(m) * c <= NEAR);
-        any |= near[r];
+    float top[4];
+    vec most = vec_zero();
+    for (int64_t n = n0; n < n1; n += W)
+        most = vec_max(vec_load(b->reach + n), most);
+    vec_top4(most, most, most, most, top);
+    b->met_first = n0, b->met_last = n1, b->most_reach = top[0];
+    b->all_near = are_near(b->most_square, b->most_reach, c);
+    b->none_near = !are_near(b->least_square, b->reach[n0], c);
+    b->knows_prefix = 0;
+}
+
+/* The largest |k|^2 of keys [first, last), which are among those. */
+static float reach_of(forward_block *b, int64_t first, int64_t last)
+{
+    const int from_first = first == b->met_first;
+    if (from_first && last == b->met_last)
+        return b->most_reach;
+    if (!from_first || !b->knows_prefix) {
+        float top = 0;
+        for (int64_t n = first; n < (from_first ? b->met_last : last); n++)
+            b->prefix[n - first] = top = b->reach[n] > top ? b->reach[n] : top;
+        b->knows_prefix = from_first;
     }
-    return any;
+    return b->prefix[last - 1 - first];
+}
+
+/* Which rows of a tile are near these keys, and were near all others before. No key that a row does not see decides about it,
+ * nor does another row. */
+static void find_near_rows(forward_block *b, const forward_tile *x, char near[MR])
+{
+    const float c = b->j->s_scale * LOG2E;
+    char count = 0;
+    for (int64_t r = 0; r < x->rows; r++) {
+        const query *q = b->row + x->r0 + r;
+        int64_t first = HEED_MAX(q->first, x->n0), last = HEED_MIN(q->last, x->last);
+        char *far = b->far + x->r0 + r;
+        near[r] = first < last && !*far && are_near(b->q_square[x->r0 + r], reach_of(b, first, last), c);
+        *far |= first < last && !near[r];
+        count = (char)(count + *far);
+    }
+    b->far_rows[x->t] = count;
 }
 
 /* The softmax of a tile where that matters. */
@@ -90,18 +137,19 @@ static void near_softmax(forward_block *b, forward_tile *x)
 {
     const float c = b->j->s_scale * LOG2E;
     float *m = b->m + x->r0;
-    char near[MR];
-    if (tile_is_near(b, x)) {
+    char near[MR], *far = b->far_rows + x->t;
+    if (b->none_near && x->all_first <= x->n0 && x->all_last > x->n0)
+        *far = (char)x->rows;
+    else if (*far < x->rows && !(*far == 0 && b->all_near))
+        find_near_rows(b, x, near);
+    if (*far == 0) {
         for (int64_t r = 0; r < x->rows; r++) {
-            m[r] = b->row[x->r0 + r].last > x->n0 ? NEAR_M / c : m[r];
+            const query *q = b->row + x->r0 + r;
+            m[r] = HEED_MAX(q->first, x->n0) < HEED_MIN(q->last, x->last) ? NEAR_M / c : m[r];
             x->keep[r] = 1;
         }
-        b->met_near[x->t] = 1;
-        weigh_tile(b->P, x->S, b->l + x->r0, x->keep, NULL, 1, 1, x->rows, x->from, x->to, c, 1, &b->next);
-        return;
-    }
-    b->met_near[x->t] |= (char)find_near_rows(b, x, near);
-    b->tile_square[x->t] = NAN;
-    softmax_tile(b->P, x->S, m, b->l + x->r0, x->keep, x->rows, x->from, x->to, c, 1, b->met_near[x->t] ? near : NULL,
-                 &b->next);
+        weigh_tile(b->P, x->S, b->l + x->r0, x->keep, NULL, 1, NULL, x->rows, x->from, x->to, c, HEED_DOT, &b->next);
+    } else
+        softmax_tile(b->P, x->S, m, b->l + x->r0, x->keep, x->rows, x->from, x->to, c, HEED_DOT,
+                     *far < x->rows ? near : NULL, &b->next);
 }

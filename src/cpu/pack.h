@@ -30,7 +30,8 @@ typedef struct source {
     int64_t step;
     int64_t spacing; /* the same in elements */
     int paged;
-    float *top; /* with HEED_SPLIT, where given: raised to the largest magnitude of what is packed */
+    float *top;     /* with HEED_SPLIT, where given: raised to the largest magnitude of what is packed */
+    float *squares; /* without, where given: |row|^2 of what is packed into panels, from row 0 on */
 } source;
 
 static inline source source_of(const heed_problem *p, const heed_span *s, const heed_tensor *t, int64_t head,
@@ -38,7 +39,7 @@ static inline source source_of(const heed_problem *p, const heed_span *s, const 
 {
     int64_t size = t->dtype == HEED_F32 ? 4 : 2;
     const char *base = t->data ? (const char *)t->data + (first + head * t->stride[1]) * size : NULL;
-    return (source){ p, s, t, head, dim, base, spacing * size, spacing, 0, NULL };
+    return (source){ p, s, t, head, dim, base, spacing * size, spacing, 0, NULL, NULL };
 }
 
 /* Rows of q, o and their gradients. */
@@ -191,6 +192,7 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
             from[r] = (const char *)rows[r];
             type = HEED_F32;
         }
+        vec square[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
         for (int64_t u = 0; u < units; u += W) {
             vec t[W];
             each(r, W)
@@ -201,7 +203,12 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
             vec_transpose(t);
             each(r, W)
                 vec_store(panel + (u + r) * PANEL, t[r]);
+            if (x->squares)
+                each(r, W)
+                    square[r % 4] = vec_madd(t[r], t[r], square[r % 4]);
         }
+        if (x->squares)
+            vec_store(x->squares + n, vec_add(vec_add(square[0], square[1]), vec_add(square[2], square[3])));
     }
 }
 

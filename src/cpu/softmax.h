@@ -5,16 +5,14 @@
  */
 
 /* m keeps P within the range of floats, and the largest score is not the only number that does. A row is near a block of keys
- * where |q| |k| says that none of those it sees has a |c s| above NEAR. Then m = NEAR_M / c will do, or what it has, and nobody
- * needs to look for the largest. For that m, P = 2^(c s - NEAR_M) in one operation, and an eighth below a power of two, as bf16
- * are closest there and scores of flat rows near 0. */
-#define MAY_BE_NEAR (HEED_DOT && !HEED_SPLIT)
+ * where |q| |k| says that none of those it sees has a |c s| above NEAR. From a row's first keys on, as long as it is near them,
+ * m = NEAR_M / c will do, and nobody needs to look for the largest. P = 2^(c s - NEAR_M) is one operation, and with NEAR_M = 0 as
+ * exact as c s. That of bf16 is an eighth below a power of two, as they are closest there and scores of flat rows near 0. */
+#define MAY_BE_NEAR (!HEED_SPLIT)
 #define NEAR 40.0f
-#define NEAR_M 8.125f
-#define MODERATE_MOST 0x5F80  /* bf16 of a near key's values: 2^64 ... */
-#define MODERATE_LEAST 0x1900 /* ... and 2^-77, unless 0 */
-#define NEAR_ROWS 64          /* of a sequence, and ... */
-#define NEAR_KEYS 512         /* ... keys, for which it is worth finding out */
+#define NEAR_M (HEED_DOT ? 8.125f : 0.0f)
+#define NEAR_ROWS 64                                     /* of a sequence, and ... */
+#define NEAR_KEYS (HEED_AMX ? 512 : HEED_DOT ? 64 : 256) /* ... keys, for which it is worth finding out */
 
 /* 2^(c (m - m')) for each row of a tile goes to keep, m' to m; m' = max(m, the largest of the row's scores). top has -inf
  * behind the last row up to a whole vector: m of the next tile stays as it is. */
@@ -89,17 +87,15 @@ typedef struct row_base {
     vec m, offset;
 } row_base;
 
-INLINE row_base base_of(float m, float c, int may_be_near)
+INLINE row_base base_of(float m, int is_near)
 {
-    if (may_be_near && m == NEAR_M / c)
-        return (row_base){ vec_zero(), vec_set1(-NEAR_M) };
-    return (row_base){ vec_set1(m), vec_zero() };
+    return is_near ? (row_base){ vec_zero(), vec_set1(-NEAR_M) } : (row_base){ vec_set1(m), vec_zero() };
 }
 
 INLINE vec log2_of_weight(vec s, row_base base, vec factor)
 {
     vec above = vec_sub(s, base.m);
-    return MAY_BE_NEAR ? vec_fma(above, factor, base.offset) : vec_mul(above, factor);
+    return MAY_BE_NEAR && NEAR_M != 0 ? vec_fma(above, factor, base.offset) : vec_mul(above, factor);
 }
 
 /* Columns i and i + W, or i alone if that is the last before `to`, of row r: from scores to weights and onto their sums. */
@@ -119,12 +115,13 @@ INLINE void weigh_pair(float *P, float *S, int64_t r, int64_t i, int64_t to, row
 /* Weights of a tile, columns [from, to) of S, multiples of 2 W and W: as units to P, which is S or another place, or as floats
  * where they are. Updates l. A step of `next` for each row. */
 INLINE void weigh_tile(float *P, float *S, float *l, const float *keep, const float *base, const int all_near,
-                       int some_near, int64_t rows, int64_t from, int64_t to, float c, const int as_units, ahead *next)
+                       const char *near, int64_t rows, int64_t from, int64_t to, float c, const int as_units,
+                       ahead *next)
 {
     vec sum[MR + W];
     for (int64_t r = 0; r < rows; r++) {
         vec of_row[2] = { vec_zero(), vec_zero() };
-        row_base b = all_near ? (row_base){ vec_zero(), vec_set1(-NEAR_M) } : base_of(base[r], c, some_near);
+        row_base b = all_near ? base_of(0, 1) : base_of(base[r], near && near[r]);
         int64_t i = from;
         ask(next);
         for (; i + W < to; i += 2 * W)
@@ -137,12 +134,12 @@ INLINE void weigh_tile(float *P, float *S, float *l, const float *keep, const fl
 }
 
 /* Scores of a tile to weights. Updates m and l and says in keep by what to scale O; `near` as in raise_tile(). */
-static inline void softmax_tile(float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from,
-                                int64_t to, float c, const int as_units, const char *near, ahead *next)
+INLINE void softmax_tile(float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to,
+                         float c, const int as_units, const char *near, ahead *next)
 {
     float base[MR + W];
     raise_tile(S, m, keep, base, rows, from, to, c, near);
-    weigh_tile(P, S, l, keep, base, 0, near != NULL, rows, from, to, c, as_units, next);
+    weigh_tile(P, S, l, keep, base, 0, near, rows, from, to, c, as_units, next);
 }
 
 #if HEED_SPLIT
@@ -163,7 +160,7 @@ static void weigh(meanwhile *work)
     if (w->row == w->rows)
         return;
     int64_t i = w->column;
-    row_base base = base_of(w->base[w->row], w->c, 0);
+    row_base base = base_of(w->base[w->row], 0);
     vec factor = vec_set1(w->c), *sum = w->sum[w->row];
     if (i + 4 * W <= w->to) {
         each(h, 2)

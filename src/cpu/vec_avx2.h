@@ -35,6 +35,10 @@ static inline vec vec_less(vec a, vec b, vec x, vec y)
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
 static inline vec vec_abs(vec x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+static inline vec vec_larger(vec top, vec x)
+{
+    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(top), _mm256_castps_si256(vec_abs(x))));
+}
 static inline float vec_sum(vec x)
 {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -28,6 +28,11 @@ static inline vec vec_less(vec a, vec b, vec x, vec y)
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
 static inline vec vec_abs(vec x) { return _mm512_abs_ps(x); }
+static inline vec vec_larger(vec top, vec x)
+{
+    __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(top), bits));
+}
 static inline float vec_sum(vec x) { return _mm512_reduce_add_ps(x); }
 static inline void vec_sum4(vec a, vec b, vec c, vec d, float out[4])
 {
@@ -136,12 +141,6 @@ static inline vec vec_join(vec a, vec b)
     const __m512i high = _mm512_set1_epi32((int)0xFFFF0000), low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(low, _mm512_castps_si512(b), high, 0xF8)); /* low | b & high */
 }
-/* The larger magnitude of each lane; NaN is larger than all. */
-static inline vec vec_larger(vec top, vec x)
-{
-    __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
-    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(top), bits));
-}
 static inline float vec_largest(vec top)
 {
     uint32_t bits = _mm512_reduce_max_epu32(_mm512_castps_si512(top));
@@ -149,7 +148,24 @@ static inline float vec_largest(vec top)
     memcpy(&x, &bits, sizeof x);
     return x;
 }
-static inline float vec_least(vec x) { return _mm512_reduce_min_ps(x); }
+/* Both halves of each lane. */
+static inline vec vec_pairs(uint16_t bits) { return _mm512_castsi512_ps(_mm512_set1_epi16((short)bits)); }
+/* Bounds of magnitudes, as bits: of the largest, and of the least less one, where zeros are beyond all others. */
+static inline void vec_widen_pairs(vec x, vec *least, vec *most)
+{
+    __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi16(0x7FFF));
+    __m512i less = _mm512_sub_epi16(bits, _mm512_set1_epi16(1));
+    *most = _mm512_castsi512_ps(_mm512_max_epu16(_mm512_castps_si512(*most), bits));
+    *least = _mm512_castsi512_ps(_mm512_min_epu16(_mm512_castps_si512(*least), less));
+}
+/* Whether they are within two powers of two. */
+static inline int vec_pairs_within(vec least, vec most, float low, float high)
+{
+    __m512i lower = _mm512_castps_si512(vec_pairs((uint16_t)(heed_f32_to_bf16(low) - 1)));
+    __m512i upper = _mm512_castps_si512(vec_pairs(heed_f32_to_bf16(high)));
+    return !_mm512_cmplt_epu16_mask(_mm512_castps_si512(least), lower) &&
+           !_mm512_cmpgt_epu16_mask(_mm512_castps_si512(most), upper);
+}
 /* a and b hold 2 W bf16 each. Lane i of the result: the pair (a_i, b_i), or with `high` (a_(i+W), b_(i+W)). */
 static inline vec vec_zip(vec a, vec b, const int high)
 {

@@ -36,6 +36,13 @@ static inline vec vec_min(vec a, vec b) { return vec_less(a, b, a, b); }
 static inline vec vec_max(vec a, vec b) { return vec_less(b, a, a, b); }
 static inline vec vec_abs(vec x) { return (vec)((vec_int)x & (vec_int){ INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX }); }
 
+/* The larger of top, which is not negative, and the magnitude of x; NaN is larger than all. */
+static inline vec vec_larger(vec top, vec x)
+{
+    vec_int a = (vec_int)top, b = (vec_int)vec_abs(x), m = a > b;
+    return (vec)((a & m) | (b & ~m));
+}
+
 /* x = n + *fraction, n integral, 0 <= *fraction <= 1, for x up to 127; below -127, -inf included, some n below -126. Only
  * vec_scale2() makes sense of n: an instruction set may leave part of the work to it. 0 has the fraction 0, NaN stays. */
 static inline vec vec_split(vec x, vec *fraction)
