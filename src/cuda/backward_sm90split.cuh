@@ -103,7 +103,7 @@ template <int HEAD> struct gradient {
 /* What takes S to exponents of 2. */
 template <int HEAD> __device__ inline float exponent_scale(const args &a, int shifts)
 {
-    return given_back<HEAD / 16> * LOG2E * fmaxf(fminf(times_power(a.scale, -shifts), 2e38f), 1.2e-38f);
+    return exponents_back<HEAD / 16> * fmaxf(fminf(times_power(a.scale, -shifts), 2e38f), 1.2e-38f);
 }
 
 /* S becomes P 2^14, with L(e) of element e. range: the columns that this lane's rows see. In the exponent 14 would cost

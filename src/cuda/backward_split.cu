@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(threads_of<D>, 2)
     if (*only.any)
 #pragma unroll 1
         for (int block = blockIdx.x; block < n.dk + n.dv + n.dq; block += gridDim.x) {
-            compute_block<D, D == 128>(a, split, n, block, exact_below, only);
+            compute_block<D, D == 128, true>(a, split, n, block, exact_below, only);
             __syncthreads();
         }
 #endif

@@ -141,12 +141,13 @@ __device__ static void clear(float (&x)[1][NT][4])
 }
 
 /* From S = A1 B1^T 2^shifts and dP = A2 B2^T / down to P and dS: plain scores are what the forward has made of them, to the
- * last bit. P is at most 1: rounding, where S is large, could make it more. divided: see bring_facts(). */
+ * last bit. exponents: log2(e), with what S lacks. P is at most 1: rounding, where S is large, could make it more. divided:
+ * see bring_facts(). */
 template <class Tile>
 __device__ static void differentiate_plain(Tile &S, Tile &dP, const row_facts_split *facts, float scale, int shifts,
-                                           float down, float factor, bool divided, bool whole)
+                                           float exponents, float down, float factor, bool divided, bool whole)
 {
-    const float c2 = fmaxf(fminf(times_power(scale, -shifts), 2e38f), 1.2e-38f) * LOG2E;
+    const float c2 = fmaxf(fminf(times_power(scale, -shifts), 2e38f), 1.2e-38f) * exponents;
     if (!whole)
         hide_outside_band(S);
 #pragma unroll
@@ -193,7 +194,7 @@ __device__ static void differentiate_any(Tile &S, Tile &dP, const row_facts_spli
 /* dS has the scale in it where GENERAL. */
 template <bool GENERAL, class Tile>
 __device__ static void differentiate(Tile &S, Tile &dP, const row_facts_split *facts, const args &a, const span &q,
-                                     const head &x, int shifts, int d_shifts, bool divided, bool whole)
+                                     const head &x, int shifts, int d_shifts, float exponents, bool divided, bool whole)
 {
     for (; d_shifts > 100; d_shifts -= 100) /* so that its power of two is a number of fp32 */
 #pragma unroll
@@ -205,7 +206,7 @@ __device__ static void differentiate(Tile &S, Tile &dP, const row_facts_split *f
     if (GENERAL && (has_extras(a) || a.scale <= 0))
         differentiate_any(S, dP, facts, a, q, x, shifts, down, whole);
     else
-        differentiate_plain(S, dP, facts, a.scale, shifts, down, GENERAL ? a.scale : 1.0f, divided, whole);
+        differentiate_plain(S, dP, facts, a.scale, shifts, exponents, down, GENERAL ? a.scale : 1.0f, divided, whole);
 }
 
 /* ---- A block ----------------------------------------------------------------------------------------------------- */
@@ -228,7 +229,8 @@ __device__ static void find_other_side(shared_backward<D> &s, const args &a, con
 /* Which results: the registers of a warp hold dK and dV of 16 keys at D = 64, at 128 one of them. */
 enum { FIRST = 1, SECOND = 2 };
 
-template <int D, bool GENERAL, bool KEYS, int WHICH>
+/* AGAIN: what another kernel has left. Its scores are the forward's. */
+template <int D, bool GENERAL, bool AGAIN, bool KEYS, int WHICH>
 __device__ static void own_rows(shared_backward<D> &s, const args &a, const split_tensors &split, int block, int tiles,
                                 int exact_below, const int *only)
 {
@@ -301,8 +303,11 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
         const int query0 = KEYS ? lane % 4 * 2 : row0 + lane / 4;
         own_tile<KEYS> t = { S, lows, highs, KEYS ? met : own, KEYS ? own : met, query0 };
         own_tile<KEYS> dt = { dP, lows, highs, t.i0, t.n0, query0 };
-        if (own1.strange | met1.strange || own1.s + met1.s < exact_below)
+        const bool exactly = own1.strange | met1.strange || own1.s + met1.s < exact_below;
+        if (exactly)
             multiply_exactly(t, a, q, x, KEYS ? met1.s : own1.s, KEYS ? own1.s : met1.s);
+        else if (AGAIN)
+            multiply_split_again<D, SPLIT_ROWS, MEET>(S, sA1, row0, sB1, 0);
         else
             multiply_split_rows<D, SPLIT_ROWS, MEET>(S, sA1, row0, sB1, 0);
         if (WHICH & FIRST)
@@ -310,7 +315,7 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
         else
             clear(dP);
         differentiate<GENERAL>(t, dt, s.facts + (KEYS ? slot * MEET : 0), a, q, x, own1.s + met1.s, own2.s + met2.s,
-                               only && !split.facts, whole);
+                               AGAIN && !exactly ? exponents_back<D / 16> : LOG2E, AGAIN && !split.facts, whole);
         if (WHICH & SECOND)
             y2.add(S, sB2 + column0 / 64 * MEET * 128, met2.s);
         if (WHICH & FIRST)
@@ -341,19 +346,20 @@ struct kinds {
     int key_tiles, query_tiles, dv, dk, dq;
 };
 
-template <int D, bool GENERAL>
+template <int D, bool GENERAL, bool AGAIN>
 __device__ __forceinline__ void compute_block(const args &a, const split_tensors &split, const kinds &n, int block,
                                               int exact_below, const marked &only)
 {
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_backward<D> *)memory;
     if (block < n.dk)
-        own_rows<D, GENERAL, true, D == 64 ? FIRST | SECOND : FIRST>(s, a, split, block, n.key_tiles, exact_below,
-                                                                     only.keys);
+        own_rows<D, GENERAL, AGAIN, true, D == 64 ? FIRST | SECOND : FIRST>(s, a, split, block, n.key_tiles,
+                                                                            exact_below, only.keys);
     else if (D > 64 && block < n.dk + n.dv)
-        own_rows<D, GENERAL, true, SECOND>(s, a, split, block - n.dk, n.key_tiles, exact_below, only.keys);
+        own_rows<D, GENERAL, AGAIN, true, SECOND>(s, a, split, block - n.dk, n.key_tiles, exact_below, only.keys);
     else
-        own_rows<D, GENERAL, false, FIRST>(s, a, split, block - n.dk - n.dv, n.query_tiles, exact_below, only.queries);
+        own_rows<D, GENERAL, AGAIN, false, FIRST>(s, a, split, block - n.dk - n.dv, n.query_tiles, exact_below,
+                                                  only.queries);
 }
 
 template <int D, bool GENERAL>
@@ -363,7 +369,7 @@ __global__ void __launch_bounds__(threads_of<D>, D > 128 ? 1 : 2)
 {
 #if HEED_SPLIT_HERE
     if constexpr (D <= 128 || __CUDA_ARCH__ >= 900) /* of which no other has the shared memory */
-        compute_block<D, GENERAL>(a, split, n, blockIdx.x, exact_below, {});
+        compute_block<D, GENERAL, false>(a, split, n, blockIdx.x, exact_below, {});
 #endif
 }
 

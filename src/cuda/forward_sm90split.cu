@@ -107,7 +107,7 @@ __device__ inline bool weigh_split(float (&s)[S::KEYS / 2], split_state &x, floa
 #pragma unroll
         for (int i = 0; i < S::KEYS / 4; i++) {
             float &p = s[i / 2 * 4 + 2 * r + i % 2];
-            p = exp2_fast(fmaf(p, c * LOG2E, -x.offset[r]));
+            p = exp2_fast(fmaf(p, c * exponents_back<S::HEAD / 16>, -x.offset[r]));
             two[i % 2] += p;
         }
         sum[r] = two[0] + two[1];
@@ -236,8 +236,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                 asked = both_shifts(k_shifts[shifts_at(j)], v_shifts[shifts_at(j)]);
             const shift k = asked.k(j % 32);
             again |= q.s + k.s < by.exact_below || k.strange;
-            return given_back<S::HEAD / 16> *
-                   fmaxf(fminf(times_power(a.scale, -q.s - k.s), 3e38f), 1.2e-38f); /* as 0 -inf would be NaN */
+            return fmaxf(fminf(times_power(a.scale, -q.s - k.s), 3e38f), 1.2e-38f); /* as 0 -inf would be NaN */
         };
         const auto is_edge = [&](int j) { return j < w.clear_from || j >= w.clear_to; };
         const auto weigh = [&](float(&s)[S::KEYS / 2], int j, float c, bool edge, float(&now)[2]) {

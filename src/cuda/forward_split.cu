@@ -50,12 +50,11 @@ __device__ static float row_sum(float x)
 }
 
 /* P = 2^14 exp(c S - m'), l = l a + sum P, with m' = max(m, c S) and a = exp(m - m'), which is what O is to be
- * multiplied by. */
+ * multiplied by. c2 = c log2(e). */
 template <int MT, int NT>
 __device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], float (&l)[MT * 2], float (&a)[MT * 2],
-                                    float c)
+                                    float c, float c2)
 {
-    const float c2 = c * LOG2E;
 #pragma unroll
     for (int r = 0; r < MT * 2; r++) {
         float(&rows)[NT][4] = S[r / 2];
@@ -121,8 +120,9 @@ __device__ static shift split_here(char *tile, int first, unsigned *most, const 
 }
 
 /* One tile. GENERAL: what the scores need beyond scale and band. exact_below: where the shifts of Q and K add up to less,
- * two numbers of fp16 are not enough. only: at [batch][head][first row] whether it is wanted; NULL: it is. */
-template <int D, bool GENERAL, bool ALONE>
+ * two numbers of fp16 are not enough. AGAIN: what another kernel has left, and the backward takes its scores from that one.
+ * only: at [batch][head][first row] whether it is wanted; NULL: it is. */
+template <int D, bool GENERAL, bool ALONE, bool AGAIN>
 __device__ __forceinline__ void compute_tile(const args &a, const split_tensors &split, int number, int tiles,
                                              int exact_below, const int *only)
 {
@@ -195,8 +195,11 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
         exact_tile<MT, NT> t = { { S, s.low, s.high, i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 } };
         const int shifts = q_shift.s + k_shift.s;
-        if (q_shift.strange | k_shift.strange || shifts < exact_below)
+        const bool exactly = q_shift.strange | k_shift.strange || shifts < exact_below;
+        if (exactly)
             multiply_exactly(t, a, q, x, q_shift.s, k_shift.s);
+        else if (AGAIN)
+            multiply_split_again<D, BR, KEYS>(S, sQ, row0, sK, n0 % KEYS);
         else
             multiply_split_rows<D, BR, KEYS>(S, sQ, row0, sK, n0 % KEYS); /* S = Q K^T 2^shifts */
         if (!ALONE) {
@@ -206,7 +209,7 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
                 copy_keys(sK, split.k, n0 + BC);
             commit_copies();
         }
-        float c = 1.0f;
+        float c = 1.0f, c2 = LOG2E;
         if (GENERAL) {
             const float up = power(-shifts / 2), further = power(-shifts - -shifts / 2);
 #pragma unroll
@@ -219,9 +222,10 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
             if (!whole)
                 hide_outside_band(t);
             c = fmaxf(fminf(times_power(a.scale, -shifts), 3e38f), 1.2e-38f); /* 0 and inf times -inf would be NaN */
+            c2 = c * (AGAIN && !exactly ? exponents_back<D / 16> : LOG2E);
         }
         float before[MT * 2], now[MT * 2];
-        softmax_step(S, m, l, before, c);
+        softmax_step(S, m, l, before, c, c2);
         int up[MT * 2] = {};
         if (GENERAL && a.drop_below) { /* what is left of P may be small beside the largest */
             drop(t, a, q, x);
@@ -263,7 +267,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                   int exact_below)
 {
 #if HEED_SPLIT_HERE
-    compute_tile<D, GENERAL, ALONE>(a, split, blockIdx.x, tiles, exact_below, NULL);
+    compute_tile<D, GENERAL, ALONE, false>(a, split, blockIdx.x, tiles, exact_below, NULL);
 #endif
 }
 
@@ -277,7 +281,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (*only.any)
 #pragma unroll 1
         for (int number = blockIdx.x; number < tiles * a.Hq * a.B; number += gridDim.x) {
-            compute_tile<D, false, true>(a, {}, number, tiles, exact_below, only.queries);
+            compute_tile<D, false, true, true>(a, {}, number, tiles, exact_below, only.queries);
             __syncthreads();
         }
 #endif

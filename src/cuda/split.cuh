@@ -327,6 +327,10 @@ template <int STEPS> __device__ inline float join(float small, float large)
 /* The same for sums that are not apart, as a factor. */
 template <int STEPS> constexpr float given_back = 1.0f + 0x1p-24f * 0.36f * (STEPS + 1);
 
+/* And for scores, times log2(e), by all who compute them. Rounded once: what it is off by every logit is off by. */
+template <int STEPS>
+constexpr float exponents_back = (float)(1.4426950408889634 * (1.0 + 0x1p-24 * 0.36 * (STEPS + 1)));
+
 /* ---- Products ---------------------------------------------------------------------------------------------------- */
 
 /* X = A B^T: rows a_row .. + 16 MT of tile A times rows b_row .. + 8 NT of tile B. */
@@ -388,6 +392,43 @@ __device__ inline void multiply_split_rows(float (&X)[MT][NT][4], uint32_t A, in
                         x = part ? x + join<D / 16 / PARTS>(small[m][n][e], other[m][n][e])
                                  : join<D / 16 / PARTS>(small[m][n][e], x);
                     }
+        }
+    }
+}
+
+/* The same by the sums of multiply_scores() in split_sm90.cuh, to be multiplied by exponents_back<D / 16>: a score that is
+ * computed again must be what it was elsewhere, for what it is off by cancels in P = exp(S - lse). */
+template <int D, int A_ROWS, int B_ROWS, int MT, int NT>
+__device__ inline void multiply_split_again(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row)
+{
+    const int lane = threadIdx.x % 32;
+    const uint32_t a_first = A + chunk_of<A_ROWS>(a_row + lane % 16, lane / 16);
+    const uint32_t b_first = B + chunk_of<B_ROWS>(b_row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+    for (int which = 0; which < 3; which++) { /* lo hi, hi lo, and hi hi on what is left of these */
+#pragma unroll
+        for (int i = 0; i < MT * NT * 4; i++) {
+            float &x = X[i / 4 / NT][i / 4 % NT][i % 4];
+            x = which == 2 ? x * SMALL : which == 1 ? x : 0.0f;
+        }
+#pragma unroll(D / 16)
+        for (int k = 0; k < D / 16; k++) {
+            uint32_t a[MT][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+                load_matrices(a[m], chunk_along<A_ROWS>(a_first, k * 2) + m * 16 * 128 +
+                                        (which == 0 ? part_bytes<D, A_ROWS> : 0));
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) {
+                uint32_t b[4];
+                load_matrices(b, chunk_along<B_ROWS>(b_first, k * 2) + n * 8 * 128 +
+                                     (which == 1 ? part_bytes<D, B_ROWS> : 0));
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    multiply(X[m][n], a[m], b[0], b[1], __half());
+                    multiply(X[m][n + 1], a[m], b[2], b[3], __half());
+                }
+            }
         }
     }
 }
