@@ -237,6 +237,7 @@ struct backward_shape {
                          MANY = OWNERS          ? (512 - FEW - SOME) / 2
                                 : CONSUMERS > 2 ? 160
                                                 : (504 - FEW) / 2;
+    static constexpr bool LAST_FIRST = ADDS;          /* of the columns: see column_at() */
     static constexpr bool APART = ADDS && SLOTS == 1; /* V comes after K: see own_tile() */
     static constexpr bool NARROW = OWNERS && D > 96;  /* a warpgroup that has dK and dV has few registers beside them */
     static constexpr bool NUMBERS = KEYS && !ADDS;    /* L and delta are read as such, not multiplied: add_term() */

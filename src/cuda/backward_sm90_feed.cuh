@@ -30,10 +30,11 @@ __device__ inline void find_piece(const backward_job &p, int number, int &b, int
 /* The first column of the tiles that own rows meet after those of `step` others. Heads that share keys meet a column one
  * after the other: else keys that meet fewer columns would be further ahead, with each head, of those whose turn is
  * before theirs. Where dQ is summed the last tile is first: then the tiles of keys that lie before come to each tile of
- * queries earlier, whatever the band, and nobody waits long. */
+ * queries earlier, whatever the band, and nobody waits long. In fp32 it always is: a causal key weighs most in its first
+ * queries, and what is added to a sum that is large already is rounded as that is. */
 template <class C, class Work> __device__ inline int column_at(const Work &w, int step)
 {
-    return w.start + (C::ADDS ? w.tiles - 1 - step : step) * COLUMNS;
+    return w.start + (C::LAST_FIRST ? w.tiles - 1 - step : step) * COLUMNS;
 }
 
 /* Zeroes rows live .. ROWS of a tile that has landed. */

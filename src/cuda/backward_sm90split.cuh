@@ -33,6 +33,7 @@ template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
 struct dkv_shape : backward_shape<true, PARTS * HEAD, SPLIT_ROWS, WIDE ? 1 : 2, WIDE ? 2 : 4, 2, 0, 0, 4> {
     static constexpr bool SOON = false,
                           BY_ROLE = false; /* K and V are given back together, and with the piece of work */
+    static constexpr bool LAST_FIRST = true;
     static constexpr int WORKS = WIDE ? 1 : 2;
     typedef uint64_t own_rows; /* K and V as left operands */
 };
