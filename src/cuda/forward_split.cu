@@ -1,6 +1,9 @@
 /* Forward for fp32 on tensor cores, head sizes to 256, on sm_80 to sm_90: each operand is two numbers of fp16 (split.cuh).
- * A block of four warps owns 64 or 128 rows of one head and meets 32 keys at a time, 16 where the head size is above
- * 128, as in forward_mma.cu.
+ * A block of four warps owns 64 or 128 rows of one head and meets 32 keys at a time, as in forward_mma.cu.
+ *
+ * Above head size 128 there is no room for 32 keys and their values at once. So K, K, V, V of 16 rows each come one after the
+ * other into three places by turns; where a block has room for two places only, they are K and V of 16 keys, and O is
+ * rounded twice as often.
  *
  * Few keys: each block splits those it meets, and the call is one launch. Many: a pass before the kernel has split them
  * into the workspace. Either way the numbers are the same to the last bit.
@@ -11,19 +14,24 @@
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 
+/* What either of two blocks may have on sm_90. Less than one may have on sm_80, and more than on sm_86 and 89. */
+constexpr int SHARED_HALF = 113 * 1024;
+
 /* From this many keys on, splitting them once for all blocks is worth a launch. */
 constexpr int MANY_KEYS = 512;
 
-template <int D, bool ALONE> struct shape {
+/* SLOTS: tiles of keys in shared memory, K and V or three. */
+template <int D, bool ALONE, int SLOTS> struct shape {
+    static constexpr bool BY_TURNS = SLOTS > 2;
     static constexpr int MT = ALONE || D > 64 ? 1 : 2, BR = WARPS * 16 * MT;
-    static constexpr int BC = D > 128 ? 16 : 32, NT = BC / 8;
-    static constexpr int KEYS = ALONE ? SPLIT_ROWS : BC; /* in shared memory at a time */
-    static constexpr bool Q_SPLIT = D > 128;             /* before the kernel, which has no registers for it */
+    static constexpr int BC = D > 128 && !BY_TURNS ? 16 : 32, NT = BC / 8;
+    static constexpr int KEYS = ALONE ? SPLIT_ROWS : BY_TURNS ? BC / 2 : BC; /* of one tile */
+    static constexpr bool Q_SPLIT = D > 128; /* before the kernel, which has no registers for it */
 };
 
-template <int D, bool ALONE> struct shared_split {
-    typedef shape<D, ALONE> like;
-    char Q[split_bytes<D, like::BR>], K[split_bytes<D, like::KEYS>], V[split_bytes<D, like::KEYS>];
+template <int D, bool ALONE, int SLOTS> struct shared_split {
+    typedef shape<D, ALONE, SLOTS> like;
+    char Q[split_bytes<D, like::BR>], keys[SLOTS][split_bytes<D, like::KEYS>];
     int low[like::BR], high[like::BR], inside, outside; /* all rows see keys inside .. outside */
     unsigned most[WARPS];
     span sequence; /* what is looked at once for each tile lies here and not in registers */
@@ -122,15 +130,15 @@ __device__ static shift split_here(char *tile, int first, unsigned *most, const 
 /* One tile. GENERAL: what the scores need beyond scale and band. exact_below: where the shifts of Q and K add up to less,
  * two numbers of fp16 are not enough. AGAIN: what another kernel has left, and the backward takes its scores from that one.
  * only: at [batch][head][first row] whether it is wanted; NULL: it is. */
-template <int D, bool GENERAL, bool ALONE, bool AGAIN>
+template <int D, bool GENERAL, bool ALONE, bool AGAIN, int SLOTS>
 __device__ __forceinline__ void compute_tile(const args &a, const split_tensors &split, int number, int tiles,
                                              int exact_below, const int *only)
 {
-    typedef shape<D, ALONE> like;
+    typedef shape<D, ALONE, SLOTS> like;
     constexpr int MT = like::MT, NT = like::NT, BR = like::BR, BC = like::BC, KEYS = like::KEYS;
     extern __shared__ __align__(1024) char memory[];
-    auto &s = *(shared_split<D, ALONE> *)memory;
-    const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
+    auto &s = *(shared_split<D, ALONE, SLOTS> *)memory;
+    const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.keys[0]), sV = shared_address(s.keys[1]);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT, i0 = (tiles - 1 - number % tiles) * BR;
     if (threadIdx.x == 0) {
         s.sequence = span_of(a, number / tiles / a.Hq);
@@ -146,13 +154,26 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
     if (threadIdx.x < BR)
         band_of_row(a, q, min(i0 + (int)threadIdx.x, q.rows - 1), s.low[threadIdx.x], s.high[threadIdx.x]);
     __syncthreads();
-    const int first = min(s.low[0], s.low[rows - 1]) / KEYS * KEYS, last = max(s.high[0], s.high[rows - 1]);
+    constexpr int TOGETHER = HEED_MAX(KEYS, BC);
+    const int first = min(s.low[0], s.low[rows - 1]) / TOGETHER * TOGETHER, last = max(s.high[0], s.high[rows - 1]);
     if (threadIdx.x == 0)
         s.inside = max(s.low[0], s.low[rows - 1]), s.outside = min(s.high[0], s.high[rows - 1]);
     const auto copy_keys = [&](uint32_t to, const split_rows &from, int n) {
         copy_split<D, KEYS, THREADS>(to, split_row<D>(from, q.k_batch, x.hk, q.k_row + n), q.keys - n);
     };
-    if (!ALONE && first < last)
+    /* BY_TURNS: where tile i lies, K, K, V or V of 32 keys. ptxas has no registers for the plain product. */
+    const auto slot = [&](int i) {
+        return i % 3 < 2 ? sK + i % 3 * split_bytes<D, KEYS> : shared_address(s.keys[SLOTS - 1]);
+    };
+    const auto copy_tile = [&](int i) {
+        const int n = first + i / 4 * BC;
+        if (n < last)
+            copy_keys(slot(i), i & 2 ? split.v : split.k, n + i % 2 * KEYS);
+        commit_copies();
+    };
+    if (like::BY_TURNS)
+        copy_tile(0);
+    else if (!ALONE && first < last)
         copy_keys(sK, split.k, first);
     if (like::Q_SPLIT) {
         const int64_t at = split_at(split.q, q.q_batch, x.h, q.q_row + i0);
@@ -178,34 +199,53 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
         m[r] = -CUDART_INF_F, l[r] = 0.0f;
     int v_least = 1000;
     shift k_shift, v_shift;
-    for (int n0 = first; n0 < last; n0 += BC) {
+    for (int n0 = first, i = 0; n0 < last; n0 += BC, i += 4) { /* i: BY_TURNS, the first tile of these keys */
+        const auto at = [&]() { return split_at(split.k, q.k_batch, x.hk, q.k_row + n0 / SPLIT_ROWS * SPLIT_ROWS); };
         if (ALONE && n0 % SPLIT_ROWS == 0) {
-            k_shift = split_here<D, SPLIT_ROWS, KEYS>(s.K, 0, s.most, keys_from(a, q, a.k, x.hk, n0, a.D));
-            v_shift = split_here<D, SPLIT_ROWS, KEYS>(s.V, 0, s.most, keys_from(a, q, a.v, x.hk, n0, a.Dv));
+            k_shift = split_here<D, SPLIT_ROWS, KEYS>(s.keys[0], 0, s.most, keys_from(a, q, a.k, x.hk, n0, a.D));
+            v_shift = split_here<D, SPLIT_ROWS, KEYS>(s.keys[1], 0, s.most, keys_from(a, q, a.v, x.hk, n0, a.Dv));
             __syncthreads();
         } else if (!ALONE) {
-            const int64_t at = split_at(split.k, q.k_batch, x.hk, q.k_row + n0 / SPLIT_ROWS * SPLIT_ROWS);
-            k_shift = split.k.shifts[at], v_shift = split.v.shifts[at];
+            k_shift = split.k.shifts[at()];
+            if (!like::BY_TURNS)
+                v_shift = split.v.shifts[at()];
             wait_copies<0>();
             __syncthreads(); /* K is here, and the last V is no longer needed */
-            copy_keys(sV, split.v, n0);
-            commit_copies();
+            if (like::BY_TURNS) {
+                copy_tile(i + 1), copy_tile(i + 2);
+            } else {
+                copy_keys(sV, split.v, n0);
+                commit_copies();
+            }
         }
         float S[MT][NT][4];
         const bool whole = n0 >= s.inside && n0 + BC <= s.outside;
         exact_tile<MT, NT> t = { { S, s.low, s.high, i0 + row0 + lane / 4, n0 + lane % 4 * 2, row0 + lane / 4 } };
-        const int shifts = q_shift.s + k_shift.s;
-        const bool exactly = q_shift.strange | k_shift.strange || shifts < exact_below;
+        const shift own = like::BY_TURNS ? s.q[0] : q_shift; /* for which there is no register then */
+        const int shifts = own.s + k_shift.s;
+        const bool exactly = own.strange | k_shift.strange || shifts < exact_below;
+        if (like::BY_TURNS) {
+            typedef float half[MT][NT / 2][4];
+            if (!exactly)
+                multiply_split_rows<D, BR, KEYS>((half &)S[0][0], sQ, row0, slot(i), 0);
+            wait_copies<0>();
+            __syncthreads(); /* the second K is here, and the first no longer needed */
+            copy_tile(i + 3);
+            if (!exactly)
+                multiply_split_rows<D, BR, KEYS>((half &)S[0][NT / 2], sQ, row0, slot(i + 1), 0);
+        }
         if (exactly)
-            multiply_exactly(t, a, q, x, q_shift.s, k_shift.s);
+            multiply_exactly(t, a, q, x, own.s, shifts - own.s);
         else if (AGAIN)
             multiply_split_again<D, BR, KEYS>(S, sQ, row0, sK, n0 % KEYS);
-        else
+        else if (!like::BY_TURNS)
             multiply_split_rows<D, BR, KEYS>(S, sQ, row0, sK, n0 % KEYS); /* S = Q K^T 2^shifts */
         if (!ALONE) {
             wait_copies<0>();
             __syncthreads(); /* V is here, and this K is no longer needed */
-            if (n0 + BC < last)
+            if (like::BY_TURNS)
+                copy_tile(i + 4);
+            else if (n0 + BC < last)
                 copy_keys(sK, split.k, n0 + BC);
             commit_copies();
         }
@@ -231,12 +271,16 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
             drop(t, a, q, x);
             raise_rows(S, up);
         }
+        if (like::BY_TURNS)
+            v_shift = split.v.shifts[at()];
         const int v_new = min(v_least, v_shift.s);
 #pragma unroll
         for (int r = 0; r < MT * 2; r++)
             before[r] *= power(v_new - v_least), now[r] = power(v_new - v_shift.s - up[r]);
         v_least = v_new;
-        multiply_split_tile<D, KEYS>(O, before, now, split_operand<MT, NT / 2>(S), sV, n0 % KEYS); /* O += P V */
+        const uint32_t V = like::BY_TURNS ? slot(i + 2) : sV + n0 % KEYS * 128;
+        multiply_split_tile<D, KEYS>(O, before, now, split_operand<MT, NT / 2>(S), V, 0,
+                                     like::BY_TURNS ? (int)(slot(i + 3) - V) : 16 * 128); /* O += P V */
     }
     wait_copies<0>();
 
@@ -261,13 +305,14 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
     });
 }
 
-template <int D, bool GENERAL, bool ALONE>
+template <int D, bool GENERAL, bool ALONE, int SLOTS>
 __global__ void __launch_bounds__(THREADS, 2)
     forward_split(const __grid_constant__ args a, const __grid_constant__ split_tensors split, int tiles,
                   int exact_below)
 {
 #if HEED_SPLIT_HERE
-    compute_tile<D, GENERAL, ALONE, false>(a, split, blockIdx.x, tiles, exact_below, NULL);
+    if constexpr (D <= 128 || SLOTS == 3 || __CUDA_ARCH__ < 900) /* of which no other has less */
+        compute_tile<D, GENERAL, ALONE, false, SLOTS>(a, split, blockIdx.x, tiles, exact_below, NULL);
 #endif
 }
 
@@ -281,26 +326,27 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (*only.any)
 #pragma unroll 1
         for (int number = blockIdx.x; number < tiles * a.Hq * a.B; number += gridDim.x) {
-            compute_tile<D, false, true, true>(a, {}, number, tiles, exact_below, only.queries);
+            compute_tile<D, false, true, true, 2>(a, {}, number, tiles, exact_below, only.queries);
             __syncthreads();
         }
 #endif
 }
 
-template <int D, bool GENERAL, bool ALONE>
+template <int D, bool GENERAL, bool ALONE, int SLOTS = 2>
 static heed_status run(const args &a, const split_tensors &split, const heed_exec *x)
 {
-    static_assert(sizeof(shared_split<D, ALONE>) <= HEED_SHARED_SMALL, "what a block may have on sm_86, 89 and 120");
-    const int64_t tiles = tiles_of(a.Sq, shape<D, ALONE>::BR), blocks = tiles * a.Hq * a.B;
-    return launch(forward_split<D, GENERAL, ALONE>, blocks, THREADS, sizeof(shared_split<D, ALONE>), x, a, split,
-                  (int)tiles, split_exact_below(a));
+    constexpr int BYTES = sizeof(shared_split<D, ALONE, SLOTS>);
+    static_assert(BYTES <= (SLOTS == 2 ? HEED_SHARED_SMALL : SHARED_HALF), "what a block may have");
+    const int64_t tiles = tiles_of(a.Sq, shape<D, ALONE, SLOTS>::BR), blocks = tiles * a.Hq * a.B;
+    return launch(forward_split<D, GENERAL, ALONE, SLOTS>, blocks, THREADS, BYTES, x, a, split, (int)tiles,
+                  split_exact_below(a));
 }
 
 template <int D> static heed_status run_marked(const args &a, const marked &only, int blocks, const heed_exec *x)
 {
-    static_assert(shape<D, true>::BR == SPLIT_ROWS, "a mark for each tile");
+    static_assert(shape<D, true, 2>::BR == SPLIT_ROWS, "a mark for each tile");
     const int64_t tiles = tiles_of(a.Sq, SPLIT_ROWS), all = tiles * a.Hq * a.B;
-    return launch_next(forward_marked<D>, HEED_MIN(all, blocks), THREADS, sizeof(shared_split<D, true>), x, a,
+    return launch_next(forward_marked<D>, HEED_MIN(all, blocks), THREADS, sizeof(shared_split<D, true, 2>), x, a,
                        (int)tiles, split_exact_below(a), only);
 }
 
@@ -332,7 +378,6 @@ size_t heed_forward_workspace_split(const heed_problem *p, const heed_plan *plan
 
 heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    (void)plan;
     const prologue start(p, x);
     const args &a = start.a;
     const bool narrow = split_width(a) == 64, wide = split_width(a) == 256, general = is_general(p->a, p->drop_below);
@@ -348,7 +393,8 @@ heed_status heed_forward_split(const heed_problem *p, const heed_plan *plan, con
     if (status)
         return status;
     if (wide)
-        return run<256, true, false>(a, split, x); /* ptxas spills the other */
+        return plan->device.shared_bytes >= SHARED_HALF ? run<256, true, false, 3>(a, split, x)
+                                                        : run<256, true, false>(a, split, x); /* ptxas spills others */
     return narrow    ? run<64, false, false>(a, split, x)
            : general ? run<128, true, false>(a, split, x)
                      : run<128, false, false>(a, split, x);

@@ -449,11 +449,12 @@ template <int MT, int KT> struct split_operand {
     }
 };
 
-/* Y = Y before + P B now, of each row: B is the rows b_row .. + 16 KT of a tile, D wide, and Y has its first 8 WT columns. */
+/* Y = Y before + P B now, of each row: B is the rows b_row .. + 16 KT of a tile, D wide, and Y has its first 8 WT columns. Every
+ * 16 rows lie `apart` bytes from those before. */
 template <int D, int B_ROWS, int WT, int MT, int KT>
 __device__ inline void multiply_split_tile(float (&Y)[MT][WT][4], const float (&before)[2 * MT],
                                            const float (&now)[2 * MT], const split_operand<MT, KT> &P, uint32_t B,
-                                           int b_row)
+                                           int b_row, int apart = 16 * 128)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t b_first = B + chunk_of<B_ROWS>(b_row + lane % 16, lane / 16);
@@ -475,7 +476,7 @@ __device__ inline void multiply_split_tile(float (&Y)[MT][WT][4], const float (&
             uint32_t b[GROUP / 2][4], b_lo[GROUP / 2][4];
 #pragma unroll
             for (int n = 0; n < GROUP; n += 2) {
-                const uint32_t at = chunk_along<B_ROWS>(b_first, n0 + n) + k * 16 * 128;
+                const uint32_t at = chunk_along<B_ROWS>(b_first, n0 + n) + k * apart;
                 load_matrices_transposed(b[n / 2], at);
                 load_matrices_transposed(b_lo[n / 2], at + part_bytes<D, B_ROWS>);
             }
