@@ -1,6 +1,7 @@
 """fp32 on one GPU, heed beside PyTorch's scaled_dot_product_attention, in one process.
 
     python3 bench/fp32.py errors [--lib PATH] [--kernel FAMILY] [--draws 4] [--tf32]   against fp64, by kind of data
+    python3 bench/fp32.py errors --shape 2,8,300,64,causal 1,2,512,256 --kind "logits to 500" "q 1e-40" --draws 24
     python3 bench/fp32.py speed  [--lib PATH] [--kernel FAMILY]   between CUDA events, in turns and each by itself
 
 Errors are relative to the RMS of the exact result, and a ratio below 1 means that heed's is the smaller one. PyTorch is
@@ -52,6 +53,8 @@ KINDS = {
     "columns opposed": lambda q, k, v, g: (*opposed(q, k), v, g),
 }
 
+RARE = {"logits to 500": lambda q, k, v, g: (100 * q, k, v, g)}  # by name alone
+
 
 # Shape, causal, key stride: of each kernel those that tell most. LONG is where HEED_TF32 makes a difference.
 SHORT = [((2, 8, 64, 64), False, 1), ((4, 4, 128, 32), True, 1), ((2, 8, 128, 64), False, 1), ((2, 8, 256, 64), True, 1),
@@ -60,6 +63,12 @@ SHORT = [((2, 8, 64, 64), False, 1), ((4, 4, 128, 32), True, 1), ((2, 8, 128, 64
 LONG = [((2, 4, 512, 64), False, 1), ((2, 4, 512, 64), True, 1), ((2, 4, 1024, 64), False, 2),
         ((1, 2, 2048, 128), False, 1)]
 TF32 = 1
+
+
+def cell_of(text):
+    """2,8,300,64 or 2,8,300,64,causal"""
+    numbers, causal = text.removesuffix(",causal").split(","), text.endswith(",causal")
+    return tuple(map(int, numbers)), causal, 1
 
 
 def exact(q, k, v, g, causal):
@@ -113,8 +122,9 @@ def report_errors(lib, args):
     print(f"error over that of PyTorch, RMS (largest), {draws} draws; first RMS of o, heed and PyTorch\n")
     print("| shape | data | o: heed, PyTorch | o | dQ | dK | dV |\n|---|---|---|---|---|---|---|")
     worst, most, single = 0, 0, 0
-    for shape, *how in LONG if args.tf32 or args.long else SHORT + LONG:
-        for kind, make in KINDS.items():
+    kinds = {kind: (KINDS | RARE)[kind] for kind in args.kind or KINDS}
+    for shape, *how in args.shape or (LONG if args.tf32 or args.long else SHORT + LONG):
+        for kind, make in kinds.items():
             all_of_it = [draw(lib, args, shape, *how, make, seed) for seed in range(1, draws + 1)]
             cells = []
             for n in range(len(all_of_it[0][0])):
@@ -200,6 +210,8 @@ def main():
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--kernel", default=None)
     p.add_argument("--draws", type=int, default=4)
+    p.add_argument("--shape", type=cell_of, nargs="+", help="errors of these alone, such as 2,8,300,64,causal")
+    p.add_argument("--kind", choices=[*KINDS, *RARE], nargs="+", metavar="KIND", help="errors with these kinds of data alone")
     p.add_argument("--tf32", action="store_true", help="errors under HEED_TF32, beside PyTorch's matmul with tf32 allowed")
     p.add_argument("--long", action="store_true", help="errors of long sequences alone")
     p.add_argument("--forward", action="store_true", help="leave the backward out")
