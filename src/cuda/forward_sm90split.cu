@@ -158,9 +158,12 @@ __device__ inline void write_rows(float (&O)[S::HEAD / 2], const split_state &x,
         float lse;
         const float sum = finish_row(quad_sum(x.l[r]), (x.offset[r] + P_TOP) / LOG2E, x.offset[r], sink, lse);
         const float divide = sum == 0.0f ? 0.0f : power(half) / sum;
+        const float rounded_by = divide == 0.0f ? 0.0f : fmaf(-divide, sum, power(half)) / sum;
 #pragma unroll
-        for (int n = 0; n < S::HEAD / 4; n++)
-            O[n / 2 * 4 + 2 * r + n % 2] *= divide, O[n / 2 * 4 + 2 * r + n % 2] *= power(rest);
+        for (int n = 0; n < S::HEAD / 4; n++) {
+            float &o = O[n / 2 * 4 + 2 * r + n % 2];
+            o = fmaf(o, divide, o * rounded_by) * power(rest);
+        }
         if (a.lse.data && threadIdx.x % 4 == 0 && i < w.rows)
             store(a.lse, row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i), lse);
     }
