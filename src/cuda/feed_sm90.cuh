@@ -14,7 +14,8 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
     static constexpr bool OVERLAP = OVERLAP_, CAPPED = CAPPED_;
     static constexpr int WARPS_OUT = 4 * GROUPS; /* that send rows out through shared memory */
     static constexpr bool HALVES = OVERLAP && KEYS > 64 && KEYS % 32 == 0; /* half a block can be taken by itself */
-    static constexpr int ALIGNED = 1; /* blocks of keys begin at multiples of this */
+    static constexpr int ALIGNED = 1;    /* blocks of keys begin at multiples of this */
+    static constexpr bool FORTH = false; /* the first keys come first: see fetch_q() */
 
     /* What was tried and is not worth it; the shapes of bench/tune_sm90.cu choose otherwise. */
     static constexpr bool TURNS = false;       /* warpgroups issue their products in turn */
@@ -243,7 +244,7 @@ __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const ti
 /* ---- The loaders ------------------------------------------------------------------------------------------------- */
 
 /* Fetches Q, by one thread: 64 rows for each warpgroup, as soon as it is done with those of its tile before. count: tiles
- * so far. */
+ * so far. Where the last keys of a tile come last, who has its first rows may be done sooner. */
 template <class S> __device__ inline void fetch_q(forward_shared<S> &sh, const tensor_map &q, int &count)
 {
     for (bool more = true; more; count++) {
@@ -252,9 +253,9 @@ template <class S> __device__ inline void fetch_q(forward_shared<S> &sh, const t
         wait(shared_address(&sh.planned[n % AHEAD]), n / AHEAD % 2);
         more = w.rows > 0;
 #pragma unroll 1
-        for (int group = 0; group < S::GROUPS; group++) {
+        for (int i = 0; i < S::GROUPS; i++) {
+            const int group = S::FORTH ? S::part(i, n + 1) : i, part = S::part(group, n);
             const uint32_t full = shared_address(&sh.q_full[group]);
-            const int part = S::part(group, n);
             const bool wanted = more && w.seen[part] > 0;
             const int row = w.s.q_row + w.i0 + part * 64, head = w.h, batch = w.s.q_batch;
             wait(shared_address(&sh.q_empty[group]), n % 2 ^ 1);
@@ -306,23 +307,29 @@ template <class S> struct loader {
             arrive(shared_address(&sh.closed[n % AHEAD]));
     }
 
-    __device__ void load_k(int n, int j)
+    /* The first key of a tile's block that so many others follow. */
+    __device__ int key_of(const forward_work<S::ROWS> &w, int left) const
+    {
+        return w.first + (S::FORTH ? w.blocks - 1 - left : left) * S::KEYS;
+    }
+
+    __device__ void load_k(int n, int left)
     {
         const uint32_t full = shared_address(&sh.k_full[at_k.at()]);
         const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
         wait(shared_address(&sh.k_empty[at_k.at()]), at_k.parity() ^ 1);
         if (leader) {
             arrive_expecting(full, KV_BYTES);
-            load_tile<S::D, S::KEYS>(shared_address(sh.K[at_k.at()]), k, w.s.k_row + w.first + j * S::KEYS, w.hk,
-                                     w.s.k_batch, full);
+            load_tile<S::D, S::KEYS>(shared_address(sh.K[at_k.at()]), k, w.s.k_row + key_of(w, left), w.hk, w.s.k_batch,
+                                     full);
         }
         at_k.next();
     }
 
-    __device__ void load_v(int n, int j)
+    __device__ void load_v(int n, int left)
     {
         const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
-        const int n0 = w.first + j * S::KEYS;
+        const int n0 = key_of(w, left);
         const bool foreign = ragged && n0 + S::KEYS > w.s.keys;
         const uint32_t full = shared_address(&sh.v_full[at_v.at()]), on = foreign ? shared_address(&sh.v_landed) : full;
         wait(shared_address(&sh.v_empty[at_v.at()]), at_v.parity() ^ 1);

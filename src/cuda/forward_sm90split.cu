@@ -5,7 +5,8 @@
  *
  *     S = Qlo Khi + Qhi Klo + Qhi Khi     P = 2^(c S - c m)     O += Plo Vhi + Phi Vlo + Phi Vhi
  *
- * over the keys from the last to the first, 64 at a time. The tensor core cuts where fp32 rounds, so each 64 keys of O are
+ * over the keys from the first to the last, 64 at a time: under a causal mask the first rows of a tile are done before the
+ * others, and their warpgroup is at the next tile meanwhile. The tensor core cuts where fp32 rounds, so each 64 keys of O are
  * summed by themselves and added to the others in fp32. Either the next S is in the tensor core together with the present
  * O; or, where this leaves registers for a fourth warpgroup, each has one product after the other.
  *
@@ -20,11 +21,10 @@ template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_> struct split_shape {
     static constexpr int STAGES = STAGES_, THREADS = 128 + 128 * GROUPS, WARPS_OUT = 1; /* of none */
     static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
     static constexpr int REGISTERS = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
-    static constexpr bool OVERLAP = GROUPS < 4;
-    static __device__ int part(int group, int n)
-    {
-        return forward_shape<D, GROUPS, KEYS, STAGES, true>::part(group, n);
-    }
+    static constexpr bool OVERLAP = GROUPS < 4, FORTH = true;
+
+    /* Who sees the fewest keys of one tile, and is done with it first, sees the most of the next. */
+    static __device__ int part(int group, int n) { return n % 2 ? GROUPS - 1 - group : group; }
 
     /* The rows of a head are shared out evenly, 64 at a time: the first few tiles have `least` times 64, the others 64
      * more. */
@@ -206,15 +206,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         const int *const k_shifts = (const int *)split.k.shifts, *const v_shifts = (const int *)split.v.shifts;
         int first[2] = {}; /* asked for early, and looked at when Q is there */
         if (seen)
-            first[0] = k_shifts[shifts_at(seen - 1)], first[1] = v_shifts[shifts_at(seen - 1)];
-#pragma unroll 1
-        for (int unseen = w.blocks - seen; unseen > 0; unseen--) {
-            wait(k_full + 8 * at.at(), at.parity());
-            release(k_empty + 8 * at.at());
-            wait(v_full + 8 * at.at(), at.parity());
-            release(v_empty + 8 * at.at());
-            at.next();
-        }
+            first[0] = k_shifts[shifts_at(0)], first[1] = v_shifts[shifts_at(0)];
         wait(shared_address(&sh.q_full[group()]), n % 2);
         const shift *q_shift = split.q.shifts + split_at(split.q, w.s.q_batch, w.h, own);
         if (S::PARTS == 2 && by.q_whole) {
@@ -231,11 +223,11 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
 #pragma unroll
         for (int i = 0; i < S::HEAD / 2; i++)
             O[i] = 0.0f;
-        int least = 1000, j = seen - 1;
+        int least = 1000, j = 0;
         operand hi, lo;
         /* What takes S of block j to logits. */
         const auto scale_of = [&](int j) {
-            if (j % 32 == 31)
+            if (j && j % 32 == 0)
                 asked = both_shifts(k_shifts[shifts_at(j)], v_shifts[shifts_at(j)]);
             const shift k = asked.k(j % 32);
             again |= q.s + k.s < by.exact_below || k.strange;
@@ -266,7 +258,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             if (seen == 0)
                 release_q();
 #pragma unroll 1
-            for (; j >= 0; j--) {
+            for (; j < seen; j++) {
                 float s[S::KEYS / 2], T[S::HEAD / 2], none[2] = {}, now[2], c;
                 bool edge;
                 wait(k_full + 8 * at.at(), at.parity());
@@ -276,7 +268,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                     asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
                 });
                 release(k_empty + 8 * at.at());
-                if (j == 0)
+                if (j == seen - 1)
                     release_q();
                 weigh(s, j, c, edge, none);
                 split_weights(hi, lo, s);
@@ -300,7 +292,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             for (int i = 0; i < S::HEAD / 2; i++)
                 T[i] = 0.0f;
 #pragma unroll 1
-            for (; j > 0; j--) { /* P V of block j and S of the one before it */
+            for (; j < seen - 1; j++) { /* P V of block j and S of the next */
                 float s[S::KEYS / 2], c;
                 bool edge;
                 const ring<S::STAGES> next = { at.count + 1 };
@@ -308,14 +300,14 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                 wait(v_full + 8 * at.at(), at.parity());
                 const auto meanwhile = [&]() {
                     now[0] = now[1] = units_of(j, is_edge(j));
-                    c = scale_of(j - 1), edge = is_edge(j - 1);
+                    c = scale_of(j + 1), edge = is_edge(j + 1);
                     asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
                 };
                 multiply_both<S::HEAD, 64, S::PARTS>(
                     s, Q, on(K0, uniform(next.at()) * K_BYTES), T, hi, lo, on(V0, uniform(at.at()) * V_BYTES),
                     [&]() { promote(O, T, now); }, meanwhile);
                 release(k_empty + 8 * next.at());
-                weigh(s, j - 1, c, edge, now);
+                weigh(s, j + 1, c, edge, now);
                 keep_order(__float_as_int(x.l[0]));
                 wgmma_wait<0>();
                 split_weights(hi, lo, s);
@@ -324,8 +316,8 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             }
             release_q();
             promote(O, T, now);
-            if (j == 0) {
-                now[0] = now[1] = units_of(0, is_edge(0));
+            if (seen > 0) {
+                now[0] = now[1] = units_of(j, is_edge(j));
                 wait(v_full + 8 * at.at(), at.parity());
                 multiply_values<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
                 release(v_empty + 8 * at.at());
@@ -337,6 +329,14 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         const int first_row = part() * 64;
         if (again && threadIdx.x % 32 == 0 && first_row < w.rows)
             split.q.marks[split_at(split.q, w.s.q_batch, w.h, w.s.q_row + w.i0 + first_row)] = split.zeros[2] = 1;
+#pragma unroll 1
+        for (int unseen = w.blocks - seen; unseen > 0; unseen--) {
+            wait(k_full + 8 * at.at(), at.parity());
+            release(k_empty + 8 * at.at());
+            wait(v_full + 8 * at.at(), at.parity());
+            release(v_empty + 8 * at.at());
+            at.next();
+        }
         __syncwarp();
         release(shared_address(&sh.closed[only_now(n) % AHEAD]));
     }
