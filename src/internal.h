@@ -229,11 +229,11 @@ unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
  * sequence meets another kernel because of the others; and head sizes are whole pieces of 16 bytes. If not, why. */
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
 
-/* Whether there are so many rows or keys that it pays what the kernels of HEED_FOR_LONG do first: in fp32 with keys beyond those of
- * short sequences, but for narrow heads. */
+/* Whether there are so many rows or keys that it pays what the kernels of HEED_FOR_LONG do first: in fp32 with keys beyond
+ * those of short sequences. */
 static inline int heed_is_long(const heed_problem *p)
 {
-    const int sooner = p->a.q.dtype == HEED_F32 && p->D + p->Dv >= 128 && p->full.keys > HEED_SHORT_WIDE;
+    const int sooner = p->a.q.dtype == HEED_F32 && p->full.keys > HEED_SHORT_WIDE;
     return sooner || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG;
 }
 
