@@ -24,7 +24,7 @@ static void ask(void)
 struct encoding {
     void *data;
     cuuint64_t sizes[4], pitches[3];
-    cuuint32_t box_rows, type;
+    cuuint32_t box_rows, box_columns, type, swizzle;
 };
 enum { KEPT = 16 };
 static __thread struct {
@@ -41,7 +41,7 @@ static CUresult encode_or_recall(const encoding &e, CUtensorMap *map)
             *map = r.map[n];
             return CUDA_SUCCESS;
         }
-    const cuuint32_t box[4] = { 64, e.box_rows, 1, 1 }, steps[4] = { 1, 1, 1, 1 };
+    const cuuint32_t box[4] = { e.box_columns, e.box_rows, 1, 1 }, steps[4] = { 1, 1, 1, 1 };
     CUresult error = CUDA_ERROR_INVALID_CONTEXT;
     int device;
     for (int attempt = 0; error && attempt < 2; attempt++) {
@@ -49,7 +49,7 @@ static CUresult encode_or_recall(const encoding &e, CUtensorMap *map)
         if (attempt && (cudaGetDevice(&device) || cudaSetDevice(device)))
             break;
         error = encode(map, (CUtensorMapDataType)e.type, 4, e.data, e.sizes, e.pitches, box, steps,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, (CUtensorMapSwizzle)e.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     }
     if (!error)
@@ -57,22 +57,35 @@ static CUresult encode_or_recall(const encoding &e, CUtensorMap *map)
     return error;
 }
 
+static CUtensorMapDataType type_of(int dtype)
+{
+    switch (dtype) {
+    case HEED_F32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case HEED_F16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case HEED_BF16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    default: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    }
+}
+
 heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64_t rows, int64_t heads, int64_t batches,
-                            int box_rows)
+                            int box_rows, int box_columns)
 {
     pthread_once(&asked, ask);
     if (!encode)
         return heed_fail(HEED_DEVICE_ERROR, "the driver has no cuTensorMapEncodeTiled");
+    const int64_t size = (int64_t)heed_dtype_size((heed_dtype)t.dtype);
     m->head_on = t.stride[1] != 0, m->batch_on = t.stride[0] != 0;
     /* Where a size is 1 its stride is never used, but must be a legal one. */
     const encoding e = {
         t.data,
         { (cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)(m->head_on ? heads : 1),
           (cuuint64_t)(m->batch_on ? batches : 1) },
-        { (cuuint64_t)(t.stride[2] ? t.stride[2] * 2 : 16), (cuuint64_t)(m->head_on ? t.stride[1] * 2 : 16),
-          (cuuint64_t)(m->batch_on ? t.stride[0] * 2 : 16) },
+        { (cuuint64_t)(t.stride[2] ? t.stride[2] * size : 16), (cuuint64_t)(m->head_on ? t.stride[1] * size : 16),
+          (cuuint64_t)(m->batch_on ? t.stride[0] * size : 16) },
         (cuuint32_t)box_rows,
-        (cuuint32_t)(t.dtype == HEED_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16)
+        (cuuint32_t)box_columns,
+        (cuuint32_t)type_of(t.dtype),
+        (cuuint32_t)(box_columns * size == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B)
     };
     CUresult error = encode_or_recall(e, &m->map);
     if (error)

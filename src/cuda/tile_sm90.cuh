@@ -8,15 +8,15 @@
 
 /* ---- Host: maps -------------------------------------------------------------------------------------------------- */
 
-/* Describes a 16-bit tensor [batches][heads][rows][columns] to the copy engine, for boxes of 64 columns and box_rows
- * rows. The planner keeps away what it cannot express: HEED_USES_UNALIGNED, HEED_USES_REVERSED. */
+/* Describes a tensor [batches][heads][rows][columns] to the copy engine, for boxes of box_rows rows and 64 or 128 bytes of
+ * each. The planner keeps away what it cannot express: HEED_USES_UNALIGNED, HEED_USES_REVERSED, HEED_USES_STRAY. */
 struct tensor_map {
     CUtensorMap map;
     int batch_on, head_on; /* factors for the coordinates: 0 where the tensor repeats itself along them */
 };
 
 heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64_t rows, int64_t heads, int64_t batches,
-                            int box_rows);
+                            int box_rows, int box_columns = 64);
 
 /* ---- Device: tiles ----------------------------------------------------------------------------------------------- */
 
