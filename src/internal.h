@@ -159,13 +159,15 @@ enum {
     HEED_USES_PLAIN = 1 << 17,     /* HEED_PLAIN, in fp32 */
     HEED_USES_ORDER = 1 << 18,     /* backward: sums in a fixed order */
     HEED_USES_LOOSE = 1 << 19,     /* a mask or bias of which eight keys are not always one piece of memory */
-    HEED_USES_ALL = (1 << 20) - 1,
+    HEED_USES_STRAY = 1 << 20,     /* a mask or bias that Hopper's copy engine cannot fetch */
+    HEED_USES_ALL = (1 << 21) - 1,
 
     HEED_FOR_ROWS = 1 << 28,   /* of a kernel: what heed_are_few() says or is narrower gets it only by name, */
     HEED_FOR_LONG = 1 << 29,   /* what heed_is_long() does not call long likewise */
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
     HEED_FOR_ROOM = 1 << 26,   /* what it needs more bytes for than q, k, v and o have gets it only by name */
+    HEED_FOR_TERMS = 1 << 25,  /* what heed_has_terms() says no to likewise */
 };
 #define HEED_ROWS 128 /* docs/tuning.md, section 1 */
 #define HEED_NARROW 32
@@ -235,6 +237,12 @@ static inline int heed_is_long(const heed_problem *p)
 {
     const int sooner = p->a.q.dtype == HEED_F32 && p->full.keys > HEED_SHORT_WIDE;
     return sooner || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG;
+}
+
+/* Whether something is added to scores, or hides them, and keys are more than kernels for few of them meet at once. */
+static inline int heed_has_terms(const heed_problem *p)
+{
+    return (p->a.mask.data || p->a.bias.data || p->a.alibi.data) && p->full.keys > HEED_AT_ONCE;
 }
 
 /* Rows from which HEED_FOR_ROWS pays: fp32, twice as many if they are narrow, or see different keys; fp16, whose products

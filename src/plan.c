@@ -96,7 +96,8 @@ static const char *const use_names[] = { "causal or window",
                                          "a key stride in a ragged batch, or keys very far apart",
                                          "products by fp32 instructions alone",
                                          "sums in a fixed order",
-                                         "a mask or bias that cannot be read eight keys at a time" };
+                                         "a mask or bias that cannot be read eight keys at a time",
+                                         "a mask or bias whose rows are not whole and at multiples of 16 bytes" };
 
 __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const char *format, ...)
 {
@@ -113,13 +114,18 @@ __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const cha
 /* ---- What fits -------------------------------------------------------------------------------------------------- */
 
 /* Strides that Hopper's copy engine cannot express. */
-static int is_reversed(const heed_tensor *t)
+static int is_out_of_reach(const heed_tensor *t)
 {
     const int64_t most = ((int64_t)1 << 40) / (int64_t)heed_dtype_size(t->dtype);
     for (int d = 0; d < 3; d++)
-        if (t->data && (t->stride[d] < 0 || t->stride[d] >= most))
+        if (t->stride[d] < 0 || t->stride[d] >= most)
             return 1;
-    return t->data && t->stride[2] == 0 && t->shape[2] > 1;
+    return 0;
+}
+
+static int is_reversed(const heed_tensor *t)
+{
+    return t->data && (is_out_of_reach(t) || (t->stride[2] == 0 && t->shape[2] > 1));
 }
 
 static int differs(const heed_tensor *t, const heed_tensor *q) { return t->data && t->dtype != q->dtype; }
@@ -134,6 +140,17 @@ static int is_loose(const heed_tensor *t, const heed_problem *p)
     for (int d = 0; d < 3; d++)
         all |= t->stride[d] * size;
     return t->stride[3] != 1 || p->Sk % 8 || p->a.key_stride > 1 || size > 2 || all % (8 * size);
+}
+
+/* Of a mask or bias: see HEED_USES_STRAY. Keys side by side, rows at multiples of 16 bytes. */
+static int is_stray(const heed_tensor *t, const heed_problem *p)
+{
+    if (!t->data)
+        return 0;
+    int64_t all = (int64_t)(uintptr_t)t->data;
+    for (int d = 0; d < 3; d++)
+        all |= t->stride[d] * (int64_t)heed_dtype_size(t->dtype);
+    return t->stride[3] != 1 || p->a.key_stride > 1 || all % 16 || is_out_of_reach(t);
 }
 
 unsigned heed_uses_of(const heed_problem *p)
@@ -167,6 +184,7 @@ unsigned heed_uses_of(const heed_problem *p)
     uses |= p->precision == HEED_PLAIN && a->q.dtype == HEED_F32 ? HEED_USES_PLAIN : 0;
     uses |= p->pass == HEED_BACKWARD && !p->nondeterministic ? HEED_USES_ORDER : 0;
     uses |= is_loose(&a->mask, p) || is_loose(&a->bias, p) ? HEED_USES_LOOSE : 0;
+    uses |= is_stray(&a->mask, p) || is_stray(&a->bias, p) ? HEED_USES_STRAY : 0;
     return uses;
 }
 
@@ -265,6 +283,8 @@ static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, 
         snprintf(why, size,
                  "is for %" PRId64 " rows and half as many keys or more, these are at most %" PRId64 " and %" PRId64,
                  heed_least_rows(p), p->Sq, p->full.keys);
+    else if (k->uses & HEED_FOR_TERMS && !heed_has_terms(p))
+        snprintf(why, size, "is for a mask, a bias or ALiBi over more than %d keys", HEED_AT_ONCE);
     else if (k->uses & HEED_FOR_ROWS && p->D + p->Dv < 2 * HEED_NARROW)
         snprintf(why, size, "is for head_dim %d and more, this is %" PRId64, HEED_NARROW, p->D);
     else

@@ -52,6 +52,21 @@ static void use_loose_mask(sample *s)
     s->a.mask = shape(HEED_BOOL, 1, 1, 100, 96);
     memcpy(s->a.mask.stride, (int64_t[4]){ 0, 0, 97, 1 }, sizeof s->a.mask.stride);
 }
+static void use_stray_mask(sample *s)
+{
+    s->a.mask = shape(HEED_BOOL, 1, 1, 100, 96);
+    memcpy(s->a.mask.stride, (int64_t[4]){ 0, 0, 104, 1 }, sizeof s->a.mask.stride);
+}
+static void use_stray_bias(sample *s)
+{
+    s->a.bias = shape(s->a.q.dtype, 1, 4, 100, 96);
+    memcpy(s->a.bias.stride, (int64_t[4]){ 0, 9600, -96, 1 }, sizeof s->a.bias.stride);
+}
+static void use_repeated_bias(sample *s)
+{
+    s->a.bias = shape(s->a.q.dtype, 1, 4, 100, 96);
+    memcpy(s->a.bias.stride, (int64_t[4]){ 0, 96, 0, 1 }, sizeof s->a.bias.stride);
+}
 static void use_softcap(sample *s) { s->a.softcap = 20; }
 static void use_alibi(sample *s) { s->a.alibi = shape(HEED_F32, 1, 4, 1, 1); }
 static void use_sink(sample *s) { s->a.sink = shape(HEED_F32, 1, 4, 1, 1); }
@@ -111,7 +126,10 @@ static const struct feature {
     { use_mask, HEED_USES_MASK, "mask", 0 },
     { use_bias, HEED_USES_BIAS, "bias", 0 },
     { use_wide_bias, HEED_USES_BIAS | HEED_USES_LOOSE, "bias", 0 },
-    { use_loose_mask, HEED_USES_MASK | HEED_USES_LOOSE, "mask", 0 },
+    { use_loose_mask, HEED_USES_MASK | HEED_USES_LOOSE | HEED_USES_STRAY, "mask", 0 },
+    { use_stray_mask, HEED_USES_MASK | HEED_USES_STRAY, "mask", 0 },
+    { use_stray_bias, HEED_USES_BIAS | HEED_USES_STRAY, "bias", 0 },
+    { use_repeated_bias, HEED_USES_BIAS, "bias", 0 },
     { use_softcap, HEED_USES_SOFTCAP, "softcap", 0 },
     { use_alibi, HEED_USES_ALIBI, "ALiBi", 0 },
     { use_sink, HEED_USES_SINK, "sink", 0 },
@@ -187,7 +205,7 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
             continue;
         if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
             HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses) &&
-            (!(k->uses & HEED_FOR_LONG) || heed_is_long(p)) &&
+            (!(k->uses & HEED_FOR_LONG) || heed_is_long(p)) && (!(k->uses & HEED_FOR_TERMS) || heed_has_terms(p)) &&
             (!(k->uses & HEED_FOR_ROOM) || k->workspace(p, NULL) <= inputs_of(p)) &&
             heed_is_small(p, k->uses, why, sizeof why))
             return k;
@@ -285,6 +303,39 @@ TEST(every_generation_gets_its_family)
                     if (!strstr(text, name))
                         fail_msg("%s: \"%s\" instead of %s", expected[n].gpu, text, name);
                 }
+}
+
+/* Where the edges of the Hopper forward with terms are: keys by number, head sizes, and how the copy engine wants a mask. */
+TEST(masks_and_biases_on_hopper_get_their_own_forward)
+{
+    static const struct {
+        int64_t rows, keys, D, pitch;
+        const char *says;
+    } problems[] = {
+        { 1, HEED_AT_ONCE + 1, 64, 144, "sm90scores_bf16: taken" },
+        { 300, 1000, 128, 1008, "sm90scores_bf16: taken" },
+        { 300, HEED_AT_ONCE, 64, 128,
+          "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 128 keys" },
+        { 300, 1000, 136, 1008, "sm90scores_bf16: passed over: takes head_dim up to 128, this is 136" },
+        { 300, 1000, 64, 1000,
+          "sm90scores_bf16: passed over: does not take: a mask or bias whose rows are not whole and at multiples of 16 "
+          "bytes" },
+        { 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" }, /* there is none */
+    };
+    char best[64];
+    if (!has_cuda_rows() || !strstr(best_of("sm90scores portable", "forward", "bf16", best), "sm90scores"))
+        skip(); /* built without it */
+    for (int n = 0; n < COUNT(problems); n++) {
+        char text[4096];
+        sample s = sample_of(HEED_FORWARD, HEED_BF16, problems[n].rows, problems[n].keys, problems[n].D, problems[n].D);
+        if (problems[n].pitch) {
+            s.a.mask = shape(HEED_BOOL, 1, 1, problems[n].rows, problems[n].keys);
+            memcpy(s.a.mask.stride, (int64_t[4]){ 0, 0, problems[n].pitch, 1 }, sizeof s.a.mask.stride);
+        }
+        assert_int_equal(heed_explain(&s.a, NULL, &on_gpu, "h200", text, sizeof text), HEED_OK);
+        if (!strstr(text, problems[n].says))
+            fail_msg("\"%s\" without \"%s\"", text, problems[n].says);
+    }
 }
 
 /* What the wgmma kernels for fp32 do before they start takes longer than a short problem. */
@@ -538,6 +589,7 @@ int main(void)
         cmocka_unit_test(every_feature_is_seen_in_the_problem),
         cmocka_unit_test(every_gpu_gets_the_first_kernel_that_fits_whatever_the_problem),
         cmocka_unit_test(every_generation_gets_its_family),
+        cmocka_unit_test(masks_and_biases_on_hopper_get_their_own_forward),
         cmocka_unit_test(long_fp32_problems_get_their_own_kernels_on_hopper),
         cmocka_unit_test(few_rows_and_keys_get_kernels_of_their_own),
         cmocka_unit_test(plain_fp32_gets_no_tensor_cores),

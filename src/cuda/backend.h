@@ -31,6 +31,10 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_forward_sm90                                                                                        \
     90, 90, 227 * 1024, 256,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SINK | HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SOFTCAP
+#define HEED_NEEDS_forward_sm90scores                                                                                  \
+    90, 90, 227 * 1024, 128,                                                                                           \
+        HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SINK |       \
+            HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_LOOSE | HEED_FOR_TERMS
 #define HEED_NEEDS_backward_sm90                                                                                       \
     90, 90, 227 * 1024, 256,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SOFTCAP | HEED_USES_SINK | HEED_USES_LENGTHS |                   \
@@ -54,7 +58,7 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_USES_SHORT                                                                                                \
     HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SINK |           \
         HEED_USES_LENGTHS | HEED_USES_REVERSED | HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_SPREAD |              \
-        HEED_USES_ORDER | HEED_ONLY_SHORT
+        HEED_USES_ORDER | HEED_USES_STRAY | HEED_ONLY_SHORT
 #define HEED_NEEDS_forward_sm90short 90, 90, 227 * 1024, 256, HEED_USES_SHORT
 #define HEED_NEEDS_backward_sm90short 90, 90, 227 * 1024, 128, HEED_USES_SHORT
 #define HEED_NEEDS_forward_sm90exact 90, 90, 227 * 1024, 256, HEED_USES_SHORT | HEED_USES_LOOSE
@@ -78,6 +82,7 @@ HEED_DECLARE_CUDA(backward, mma)
 HEED_DECLARE_CUDA(forward, turing)
 HEED_DECLARE_CUDA(backward, turing)
 HEED_DECLARE_CUDA(forward, sm90)
+HEED_DECLARE_CUDA(forward, sm90scores)
 HEED_DECLARE_CUDA(forward, small)
 HEED_DECLARE_CUDA(forward, sm90short)
 HEED_DECLARE_CUDA(backward, sm90short)

@@ -5,10 +5,19 @@
 
 #include "tile_sm90.cuh"
 
+/* What a warpgroup does between Q K^T and the exponentials where there is nothing to do: else see scores_sm90.cuh. */
+struct no_terms {
+    template <class Work> __device__ void begin(const Work &, int) {}
+    template <int N> __device__ bool apply(float (&)[N], int) { return true; } /* false: nothing is visible */
+};
+
 /* What is fixed at compile time: head size, warpgroups of 64 rows each, keys at once, and how many blocks of K and of V
  * there is room for; OVERLAP: a warpgroup has the next S and the present O += P V in the tensor core together, else one
  * after the other; CAPPED: there is a softcap. */
 template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPED_ = false> struct forward_shape {
+    static constexpr bool TERMS = false;  /* nothing is added to scores, or hides them, but the band */
+    static constexpr bool LOWERS = false; /* no P that grows too far is lowered: see lower() */
+    template <class T> using terms = no_terms;
     static constexpr int D = D_, GROUPS = GROUPS_, ROWS = 64 * GROUPS, KEYS = KEYS_, STAGES = STAGES_,
                          THREADS = 128 + 128 * GROUPS;
     static constexpr bool OVERLAP = OVERLAP_, CAPPED = CAPPED_;
@@ -42,6 +51,9 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
 
     /* Of a tile; what follows it are numbers of tile_order, for those whose tiles differ in height. */
     static __device__ int first_row(int tile, int, int) { return tile * ROWS; }
+
+    /* Heads come in the order of sequences; else so many sequences' same head together. */
+    static __device__ int sequences_together(const args &) { return 0; }
 };
 
 /* Where there are few rows and many keys, the keys are taken in parts: each is a tile by itself, with its own o and lse,
@@ -162,8 +174,9 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
     };
     int rows = 0;
     if (lane == 0) {
-        w.s = span_of(a, head / a.Hq);
-        w.turn = turn, w.h = head % a.Hq, w.hk = w.h / a.G, w.i0 = i0;
+        const int together = S::sequences_together(a), b = together ? head % together : head / a.Hq;
+        w.s = span_of(a, b);
+        w.turn = turn, w.h = together ? head / together : head % a.Hq, w.hk = w.h / a.G, w.i0 = i0;
         w.rows = rows = min(S::first_row(tile + 1, o.least, o.few), w.s.rows) - i0;
     }
     __syncwarp();

@@ -31,38 +31,13 @@ template <class T> static heed_status run(const args &a, const key_parts &by, in
     return launch(a, by, units, x);
 }
 
-/* Few rows and many keys are taken in parts, so that a small batch fills the device. Parts are whole blocks of 64 and 128
- * keys; the more rows, the more a part costs, and the longer it is. */
-static key_parts parts_of(const heed_problem *p)
-{
-    const int64_t keys = p->full.keys;
-    const int64_t part = p->Sq <= 16 ? 1024 : p->Sq <= 64 ? 2048 : 8192;
-    if (p->Sq > 1024 || keys < HEED_MAX(2 * part, 3072) || p->a.offsets_q || p->a.offsets_k)
-        return { 1, INT32_MAX, NULL, NULL };
-    return { (int)tiles_of(keys, part), (int)part, NULL, NULL };
-}
-
-static int64_t part_rows(const heed_problem *p) { return p->B * p->Hq * p->Sq; }
-
 size_t heed_forward_workspace_sm90(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
-    const int parts = parts_of(p).count;
-    return parts > 1 ? (size_t)(parts * part_rows(p) * (p->Dv + 1)) * sizeof(float) : 0;
+    return forward_sm90_workspace(p);
 }
 
 heed_status heed_forward_sm90(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    prologue begin(p, x);
-    if (begin.status)
-        return begin.status;
-    const args &a = begin.a;
-    const int units = plan->device.units;
-    key_parts by = parts_of(p);
-    if (by.count > 1) {
-        by.o = (float *)x->workspace;
-        by.lse = by.o + by.count * part_rows(p) * a.Dv;
-    }
-    heed_status status = a.q.dtype == HEED_F16 ? run<__half>(a, by, units, x) : run<__nv_bfloat16>(a, by, units, x);
-    return status || by.count == 1 ? status : heed_cuda_merge_parts(a, by.count, by.o, by.lse, plan, x);
+    return forward_sm90_run(p, plan, x, p->a.q.dtype == HEED_F16 ? run<__half> : run<__nv_bfloat16>);
 }

@@ -10,7 +10,7 @@
  * The maximum m only keeps the exponentials in range: any value near it gives the same result. So m is taken from the
  * first keys that a row sees and then left alone, which takes it off the critical path. Should a later key be so much
  * larger that P, a sum or O overflows (P can grow 2^127 times in bf16, 2^16 times in fp16), the tile is computed once
- * more, with the maximum of all keys so far. */
+ * more, with the maximum of all keys so far. With a bias that is no exception: see lower() and is_open(). */
 #ifndef HEED_CUDA_FORWARD_SM90_CUH
 #define HEED_CUDA_FORWARD_SM90_CUH
 
@@ -20,6 +20,14 @@
 
 /* A value that all lanes have: said so, it goes into the registers that name tiles to the tensor core. */
 __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+/* Known to be 0, the compiler would make a copy of all that is done with it, for which there are no registers. */
+__device__ inline float hidden_zero()
+{
+    float x;
+    asm volatile("mov.b32 %0, 0;" : "=f"(x));
+    return x;
+}
 
 /* One of the warpgroups: what it knows, and where it is in the stream of blocks. */
 template <class T, class S> struct warpgroup {
@@ -31,6 +39,7 @@ template <class T, class S> struct warpgroup {
     bool exact; /* the maximum follows the keys */
     ring<S::STAGES> at;
     float sums[4]; /* with TENSOR_SUMS, a quarter of the sum of P in each lane: [0] and [2] */
+    typename S::template terms<T> terms;
 
     __device__ int lane() const { return threadIdx.x % 32; }
     __device__ uint64_t Q() const { return tile_at(shared_address(sh.Q) + group * (int)sizeof sh.Q[0]); }
@@ -124,6 +133,19 @@ template <class T, class S> struct warpgroup {
         return edge;
     }
 
+    /* Q K^T of block j becomes P; true: O has to be multiplied with the factors. */
+    template <int N>
+    __device__ bool weigh_terms(float (&s)[N], int j, row_state &x, bool edge, const uint32_t (&visible)[2],
+                                bool &unset)
+    {
+        if (terms.apply(s, j))
+            return weigh<S>(s, x, a, edge, visible, c, exact, unset);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            s[i] = hidden_zero();
+        return false;
+    }
+
     /* P of the block that a tile begins with, or of the first keys of it: causal rows often see no more than half. */
     template <int N>
     __device__ void begin(uint32_t (&P)[KEYS / 16][4], row_state &x, const forward_work<S::ROWS> &w, int row, int seen,
@@ -140,7 +162,7 @@ template <class T, class S> struct warpgroup {
         release(sh.k_empty[stage]);
         if (seen == 1)
             release(sh.q_empty[group]);
-        weigh<S>(s, x, a, edge, visible, c, exact, unset);
+        weigh_terms(s, seen - 1, x, edge, visible, unset);
         pack_rows<T, KEYS>(P, s);
     }
 
@@ -165,7 +187,7 @@ template <class T, class S> struct warpgroup {
             release(sh.k_empty[stage]);
             if (j == 0)
                 release(sh.q_empty[group]);
-            if (weigh<S>(s, x, a, edge, visible, c, exact, unset) && j != seen - 1)
+            if (weigh_terms(s, j, x, edge, visible, unset) && j != seen - 1)
                 rescale(O, x);
             pack_rows<T, KEYS>(P, s);
             multiply_values(O, P, j != seen - 1);
@@ -199,7 +221,7 @@ template <class T, class S> struct warpgroup {
             release(sh.k_empty[stage]);
             if (j == 0)
                 release(sh.q_empty[group]);
-            const bool grew = weigh<S>(s, x, a, edge, visible, c, exact, unset);
+            const bool grew = weigh_terms(s, j, x, edge, visible, unset);
             keep_order(__float_as_int(S::TENSOR_SUMS ? s[0] + s[KEYS / 2 - 1] : x.l[0] + x.l[1]));
             finish();
             if (grew)
@@ -232,6 +254,7 @@ template <class T, class S> struct warpgroup {
             const int part = S::part(group, n), warp = threadIdx.x / 32 % 4, row0 = part * 64 + warp * 16;
             const int seen = w.seen[part];
             skip(w.blocks - seen);
+            terms.begin(w, row0 + lane() / 4);
             if (seen == 0)
                 release(sh.q_empty[group]);
             else if (S::OVERLAP)
@@ -256,6 +279,45 @@ template <class T, class S> struct warpgroup {
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
+/* By one thread. closers: arrivals that close a tile. */
+template <class S> __device__ inline void init_barriers(forward_shared<S> &sh, int closers)
+{
+    for (int i = 0; i < S::GROUPS; i++)
+        barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
+    for (int i = 0; i < S::STAGES; i++) {
+        barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 4 * S::GROUPS);
+        barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
+    }
+    for (int i = 0; i < AHEAD; i++)
+        barrier_init(shared_address(&sh.planned[i]), 32), barrier_init(shared_address(&sh.closed[i]), closers);
+    barrier_init(shared_address(&sh.v_landed), 1);
+}
+
+/* What the first warpgroup does but for the warp that is left, one role a warp. */
+template <class S>
+__device__ inline void feed(forward_shared<S> &sh, const args &a, const tensor_map &q, const tensor_map &k,
+                            const tensor_map &v, const tile_order &order)
+{
+    int tiles = 0;
+    if (threadIdx.x < 32) {
+        loader<S> l = { sh, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
+#pragma unroll 1
+        for (int run = 0; run < 2; run++)
+            l.run();
+    } else if (threadIdx.x < 64) {
+#pragma unroll 1
+        for (int again = 0; again < 2; again++) {
+            plan_tiles<S>(sh, a, order, tiles, again);
+            const int end = tiles - 1; /* when all are past it, it is known which tiles failed */
+            wait(shared_address(&sh.closed[end % AHEAD]), end / AHEAD % 2);
+        }
+    } else if (threadIdx.x == 64) {
+#pragma unroll 1
+        for (int run = 0; run < 2; run++)
+            fetch_q<S>(sh, q, tiles);
+    }
+}
+
 template <class T, class S>
 __global__ void __launch_bounds__(S::THREADS, 1)
     forward_sm90(const __grid_constant__ args a, const __grid_constant__ tensor_map q,
@@ -268,16 +330,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     if (threadIdx.x < 64)
         sh.failed[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < S::GROUPS; i++)
-            barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
-        for (int i = 0; i < S::STAGES; i++) {
-            barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 4 * S::GROUPS);
-            barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
-        }
-        for (int i = 0; i < AHEAD; i++)
-            barrier_init(shared_address(&sh.planned[i]), 32),
-                barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS + 1);
-        barrier_init(shared_address(&sh.v_landed), 1);
+        init_barriers<S>(sh, 4 * S::GROUPS + 1);
         barrier_init_done();
         prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
     }
@@ -287,28 +340,10 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     __syncthreads();
     if (threadIdx.x < 128) {
         fewer_registers<S::PRODUCER_REGISTERS>();
-        int tiles = 0;
-        if (threadIdx.x < 32) {
-            loader<S> l = { sh, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
-#pragma unroll 1
-            for (int run = 0; run < 2; run++)
-                l.run();
-        } else if (threadIdx.x < 64) {
-#pragma unroll 1
-            for (int again = 0; again < 2; again++) {
-                plan_tiles<S>(sh, a, order, tiles, again);
-                const int end = tiles - 1; /* when all are past it, it is known which tiles failed */
-                wait(shared_address(&sh.closed[end % AHEAD]), end / AHEAD % 2);
-            }
-        } else if (threadIdx.x == 64) {
-#pragma unroll 1
-            for (int run = 0; run < 2; run++)
-                fetch_q<S>(sh, q, tiles);
-        }
+        feed<S>(sh, a, q, k, v, order);
     } else {
         more_registers<S::REGISTERS>();
-        const float c = (S::CAPPED ? a.softcap : a.scale) * LOG2E;
-        warpgroup<T, S> g = { sh, a, uniform(threadIdx.x / 128) - 1, c, false, {} };
+        warpgroup<T, S> g = { sh, a, uniform(threadIdx.x / 128) - 1, unit_of<S>(a) * LOG2E, false, {}, {}, {} };
         g.run(order);
     }
 #endif
@@ -316,10 +351,12 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-template <class T, class S>
-heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, const heed_exec *x)
+/* With what the kernel wants to know besides. */
+template <class S, class Shared, class Kernel, class... More>
+heed_status forward_sm90_start(Kernel kernel, const args &a, const key_parts &by, int units, const heed_exec *x,
+                               const More &...more)
 {
-    static_assert(sizeof(forward_shared<S>) <= 227 * 1024, "shared memory of one block");
+    static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of one block");
     const int64_t tiles = tiles_of(a.Sq, S::ROWS) * by.count, heads = (int64_t)a.B * a.Hq, total = tiles * heads;
     if (total == 0)
         return HEED_OK;
@@ -344,8 +381,50 @@ heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, c
     const int blocks = (int)HEED_MIN(total, units);
     const tile_order order = order_of<S>(a, by, rows * (a.D + a.Dv) * 2, blocks);
     if (total <= units) /* a block for each tile: what it does before its first load is worth hiding */
-        return launch_next(forward_sm90<T, S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, order);
-    return launch(forward_sm90<T, S>, blocks, S::THREADS, sizeof(forward_shared<S>), x, a, q, k, v, order);
+        return launch_next(kernel, blocks, S::THREADS, sizeof(Shared), x, a, q, k, v, order, more...);
+    return launch(kernel, blocks, S::THREADS, sizeof(Shared), x, a, q, k, v, order, more...);
+}
+
+template <class T, class S>
+heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, const heed_exec *x)
+{
+    return forward_sm90_start<S, forward_shared<S>>(forward_sm90<T, S>, a, by, units, x);
+}
+
+/* Few rows and many keys are taken in parts, so that a small batch fills the device. Parts are whole blocks of 64 and 128
+ * keys; the more rows, the more a part costs, and the longer it is. */
+inline key_parts parts_of(const heed_problem *p)
+{
+    const int64_t keys = p->full.keys;
+    const int64_t part = p->Sq <= 16 ? 1024 : p->Sq <= 64 ? 2048 : 8192;
+    if (p->Sq > 1024 || keys < HEED_MAX(2 * part, 3072) || p->a.offsets_q || p->a.offsets_k)
+        return { 1, INT32_MAX, NULL, NULL };
+    return { (int)tiles_of(keys, part), (int)part, NULL, NULL };
+}
+
+inline int64_t part_rows(const heed_problem *p) { return p->B * p->Hq * p->Sq; }
+
+inline size_t forward_sm90_workspace(const heed_problem *p)
+{
+    const int parts = parts_of(p).count;
+    return parts > 1 ? (size_t)(parts * part_rows(p) * (p->Dv + 1)) * sizeof(float) : 0;
+}
+
+/* run: launches the kernel for a problem in one type. */
+template <class Run>
+heed_status forward_sm90_run(const heed_problem *p, const heed_plan *plan, const heed_exec *x, Run run)
+{
+    prologue begin(p, x);
+    if (begin.status)
+        return begin.status;
+    const args &a = begin.a;
+    key_parts by = parts_of(p);
+    if (by.count > 1) {
+        by.o = (float *)x->workspace;
+        by.lse = by.o + by.count * part_rows(p) * a.Dv;
+    }
+    heed_status status = run(a, by, plan->device.units, x);
+    return status || by.count == 1 ? status : heed_cuda_merge_parts(a, by.count, by.o, by.lse, plan, x);
 }
 
 #endif

@@ -29,6 +29,7 @@ template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_> struct split_shape {
     /* The rows of a head are shared out evenly, 64 at a time: the first few tiles have `least` times 64, the others 64
      * more. */
     static __device__ int first_row(int tile, int least, int few) { return 64 * (tile * least + max(tile - few, 0)); }
+    static __device__ int sequences_together(const args &) { return 0; }
 };
 
 /* The P of a row begin with 2^11 for the largest of its first keys. The sum of those of a block that a lane has may grow to

@@ -97,6 +97,20 @@ template <> __device__ inline float4 load_of_block<float4>(uint32_t address, int
     return x;
 }
 
+/* Whether that phase has ended, without waiting for it. */
+__device__ inline bool is_over(uint32_t barrier, int parity)
+{
+    int over;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+                 : "=r"(over)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return over;
+}
+
+/* For some 30 ns. */
+__device__ inline void nap() { asm volatile("nanosleep.u32 30;" ::: "memory"); }
+
 /* Between ordinary accesses to shared memory and those of the copy engine or the tensor core, in the accessing thread. */
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

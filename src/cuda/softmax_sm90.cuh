@@ -45,10 +45,11 @@ template <int N> __device__ inline void cap(float (&s)[N], const args &a)
     }
 }
 
-/* Two rows of a lane: offset is c m, l has the sum of the lane's own columns, and factor is what O has to be multiplied
- * with since the maximum grew. late: by how much it is to grow, in shapes that let it follow. */
+/* Two rows of a lane: offset is c m, l has the sum of the lane's own columns, sum that of the last block alone, and factor
+ * is what O has to be multiplied with since the maximum grew. late: by how much it is to grow, in shapes that let it
+ * follow. */
 struct row_state {
-    float m[2], offset[2], l[2], factor[2], late[2];
+    float m[2], offset[2], l[2], factor[2], late[2], sum[2];
 };
 
 /* Brings the maxima up to this block. A maximum that grew little is left: P may reach 2^8. Where c m is so large that its
@@ -104,8 +105,46 @@ template <class S, int N> __device__ inline void exponentials(float (&s)[N], row
             sum0 += p[0], sum1 += p[1];
         }
         if (!S::TENSOR_SUMS)
-            x.l[r] += sum0 + sum1;
+            x.l[r] += x.sum[r] = sum0 + sum1;
     }
+}
+
+/* Where the P of a block have grown beyond fp16, as those of a bias that rises along the keys do, they are lowered afterwards,
+ * in fp32, with l, and O by the factors; true: so it was. Sums that are needed anyway say so, at no cost to others. What has
+ * grown beyond fp32 stays out of range. */
+template <int N> __device__ inline bool lower(float (&s)[N], row_state &x, float c)
+{
+    constexpr float limit = 0x1p15f; /* then no P of the sum is more */
+    if (!__any_sync(~0u, fmaxf(x.sum[0], x.sum[1]) > limit))
+        return false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float most = quad_max(x.sum[r]);
+        x.factor[r] = 1.0f;
+        if (most > limit) { /* down to 2^4: not by more than a float of fp32 can say */
+            const float offset = x.offset[r] + (float)((int)(__float_as_uint(most) >> 23) - 127 - 4);
+            x.factor[r] = exp2_fast(x.offset[r] - offset);
+            x.l[r] *= x.factor[r];
+            x.offset[r] = offset, x.m[r] = offset / c;
+        }
+#pragma unroll
+        for (int i = 0; i < N / 4; i++)
+            s[4 * i + 2 * r] *= x.factor[r], s[4 * i + 2 * r + 1] *= x.factor[r];
+    }
+    return true;
+}
+
+/* What maxima are counted in: 1 where something has been added to scores that were multiplied by the scale. */
+template <class S> __device__ inline float unit_of(const args &a)
+{
+    return S::CAPPED ? a.softcap : S::TERMS && (a.bias.data || a.alibi.data) ? 1.0f : a.scale;
+}
+
+/* Whether a maximum is none that can be left alone: no key was seen, or only such as biases push far away, and nearer ones may
+ * follow; or it is so large that it holds for one block. */
+template <class S> __device__ inline bool is_open(float m, float c)
+{
+    return S::TERMS ? !(m * c > -24.0f && m * c < 1e7f) : m == -CUDART_INF_F;
 }
 
 /* S of a block, or of its first half, becomes P; edge: not all of it is visible. True: O has to be multiplied with the
@@ -121,13 +160,13 @@ __device__ inline bool weigh(float (&s)[N], row_state &x, const args &a, bool ed
     if (edge)
         hide_row(s, 0, visible[0]), hide_row(s, 1, visible[1]);
     if (refresh) {
-        refresh_maxima(s, x, c, exact);
+        refresh_maxima(s, x, c, S::TERMS || exact);
         grew = __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
-        unset = __any_sync(~0u, x.m[0] == -CUDART_INF_F || x.m[1] == -CUDART_INF_F);
+        unset = __any_sync(~0u, is_open<S>(x.m[0], c) || is_open<S>(x.m[1], c));
     } else
         grew = S::follow(s, x, c);
     exponentials<S>(s, x, c);
-    return grew;
+    return grew || (S::LOWERS && !refresh && lower(s, x, c));
 }
 
 /* The sums are complete: writes lse; divide: what is left to multiply O with. False where
@@ -140,7 +179,7 @@ __device__ inline bool conclude(const row_state &x, const args &a, const forward
     const bool good = !__any_sync(~0u, !(fabsf(sum[0]) + fabsf(sum[1]) < 1e37f));
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        most[r] = x.m[r] * (S::CAPPED ? a.softcap : a.scale);
+        most[r] = x.m[r] * unit_of<S>(a);
         divide[r] = sum[r] == 0.0f ? 0.0f : reciprocal_fast(sum[r]); /* 0: the row saw no key */
     }
     if (a.sink.data && by.count == 1) {
