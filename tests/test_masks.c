@@ -190,6 +190,56 @@ TEST(a_bias_of_aligned_rows_is_like_any_other)
         }
 }
 
+/* Rows that start at multiples of 16 bytes, which some kernels ask for: every dimension broadcast or not, mask and bias alone
+ * and together, with a band and all else, over several tiles in both directions. */
+TEST(masks_and_biases_of_aligned_rows_compose)
+{
+    static const int32_t rows[] = { 140, 77 }, keys[] = { 272, 100 };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 24; n++) {
+            const case_shape some = { .B = 2, .Hq = 4, .Hk = 2, .Sq = 140, .Sk = 272, .D = n % 3 ? 64 : 128 };
+            case_shape shape = some;
+            if (n % 4 == 1)
+                shape.form = n % 8 == 1 ? PADDED : RAGGED, shape.rows_of = rows, shape.keys_of = keys;
+            test_case c = case_new(&kernel, shape);
+            const int64_t B = n & 1 ? 2 : 1, H = n & 2 ? 4 : 1, Sq = n & 4 ? 140 : 1;
+            if (n % 3 != 1)
+                case_bias(&c, n & 8 || kernel.dtype == HEED_F64 ? kernel.dtype : HEED_F32, B, H, Sq, 272);
+            if (n % 3 != 0)
+                case_mask(&c, n & 8 ? 2 : 1, n & 4 ? 4 : 1, n & 2 ? 140 : 1, 272, n & 1 ? 0.5 : 0.02);
+            c.a.causal = n % 5 == 1;
+            if (n % 5 == 2)
+                c.a.windowed = 1, c.a.window_left = 37, c.a.window_right = 50;
+            if (n % 7 == 2)
+                case_alibi(&c, 2);
+            if (n % 7 == 3)
+                case_sink(&c);
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
+/* Kernels may take a row's maximum from the first keys that they meet and leave it alone: what follows may be far larger. */
+TEST(biases_may_rise_or_fall_along_the_keys)
+{
+    static const double by[] = { 0.2, 3, 1e4, 1e8, -0.2, -3, -1e4, -1e8 };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < COUNT(by) * 2; n++) {
+            test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 70, .Sk = 272, .D = n & 1 ? 128 : 64 });
+            case_bias(&c, kernel.dtype == HEED_F64 ? HEED_F64 : HEED_F32, 1, 2, n & 2 ? 70 : 1, 272);
+            for (int64_t m = 0; m < elements(&c.a.bias); m++) {
+                const double step = by[n / 2], at = (double)(m % 272);
+                /* as slopes, or, as padding is written, of the last keys alone */
+                heed_store(c.a.bias.data, c.a.bias.dtype, m,
+                           fabs(step) < 1e3           ? step * at
+                           : (step > 0) == (at < 100) ? -fabs(step)
+                                                      : 0);
+            }
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 /* heed.h: "bias ... -inf is allowed". It hides the key, for a whole row too. */
 TEST(a_bias_of_minus_infinity_hides_the_key)
 {
@@ -344,6 +394,8 @@ int main(void)
         cmocka_unit_test(masks_may_hide_whole_tiles_or_nothing),
         cmocka_unit_test(biases_broadcast_in_every_dimension_and_either_type),
         cmocka_unit_test(a_bias_of_aligned_rows_is_like_any_other),
+        cmocka_unit_test(masks_and_biases_of_aligned_rows_compose),
+        cmocka_unit_test(biases_may_rise_or_fall_along_the_keys),
         cmocka_unit_test(a_bias_of_minus_infinity_hides_the_key),
         cmocka_unit_test(slopes_may_differ_by_batch_and_head),
         cmocka_unit_test(softcap_bounds_the_scores),

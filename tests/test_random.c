@@ -102,6 +102,8 @@ static test_case any_problem(const heed_kernel_info *kernel)
                      .Dv = aligned ? 8 * random_int(1, most / 4) : any_size(most),
                      .fp32_results = one_in(3),
                      .layout = any_layout(aligned) };
+    if (aligned) /* mask and bias too, where their rows are packed */
+        s.Sk = (s.Sk + 15) / 16 * 16;
     s.Dv = one_in(2) ? s.D : s.Dv;
     s.Hq = s.Hk * random_int(1, 3);
     s.form = one_in(2) ? DENSE : (case_form)random_int(PADDED, kernel->backward ? RAGGED : PAGED);
