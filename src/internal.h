@@ -239,10 +239,16 @@ static inline int heed_is_long(const heed_problem *p)
     return sooner || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG;
 }
 
-/* Whether something is added to scores, or hides them, and keys are more than kernels for few of them meet at once. */
+/* Keys up to which kernels for few of them are better at scores that something is added to or hides: those that they meet at
+ * once; more with ALiBi alone, of which they load nothing, where they take the rows. */
+static inline int heed_few_keys(const heed_problem *p)
+{
+    const int loads = p->a.mask.data || p->a.bias.data;
+    return !loads && HEED_MAX(p->D, p->Dv) <= 64 && p->Sq <= HEED_SHORT ? HEED_SHORT_WIDE : HEED_AT_ONCE;
+}
 static inline int heed_has_terms(const heed_problem *p)
 {
-    return (p->a.mask.data || p->a.bias.data || p->a.alibi.data) && p->full.keys > HEED_AT_ONCE;
+    return (p->a.mask.data || p->a.bias.data || p->a.alibi.data) && p->full.keys > heed_few_keys(p);
 }
 
 /* Rows from which HEED_FOR_ROWS pays: fp32, twice as many if they are narrow, or see different keys; fp16, whose products

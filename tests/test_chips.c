@@ -309,7 +309,7 @@ TEST(every_generation_gets_its_family)
 TEST(masks_and_biases_on_hopper_get_their_own_forward)
 {
     static const struct {
-        int64_t rows, keys, D, pitch;
+        int64_t rows, keys, D, pitch; /* of the mask; 0: none, -1: none but ALiBi */
         const char *says;
     } problems[] = {
         { 1, HEED_AT_ONCE + 1, 64, 144, "sm90scores_bf16: taken" },
@@ -320,7 +320,12 @@ TEST(masks_and_biases_on_hopper_get_their_own_forward)
         { 300, 1000, 64, 1000,
           "sm90scores_bf16: passed over: does not take: a mask or bias whose rows are not whole and at multiples of 16 "
           "bytes" },
-        { 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" }, /* there is none */
+        { 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" },
+        { HEED_SHORT, HEED_SHORT_WIDE, 64, -1,
+          "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 192 keys" },
+        { HEED_SHORT, HEED_SHORT_WIDE + 1, 64, -1, "sm90scores_bf16: taken" },
+        { HEED_SHORT + 1, HEED_AT_ONCE + 1, 64, -1, "sm90scores_bf16: taken" },
+        { HEED_SHORT, HEED_AT_ONCE + 1, 72, -1, "sm90scores_bf16: taken" },
     };
     char best[64];
     if (!has_cuda_rows() || !strstr(best_of("sm90scores portable", "forward", "bf16", best), "sm90scores"))
@@ -328,7 +333,9 @@ TEST(masks_and_biases_on_hopper_get_their_own_forward)
     for (int n = 0; n < COUNT(problems); n++) {
         char text[4096];
         sample s = sample_of(HEED_FORWARD, HEED_BF16, problems[n].rows, problems[n].keys, problems[n].D, problems[n].D);
-        if (problems[n].pitch) {
+        if (problems[n].pitch < 0)
+            use_alibi(&s);
+        if (problems[n].pitch > 0) {
             s.a.mask = shape(HEED_BOOL, 1, 1, problems[n].rows, problems[n].keys);
             memcpy(s.a.mask.stride, (int64_t[4]){ 0, 0, problems[n].pitch, 1 }, sizeof s.a.mask.stride);
         }
