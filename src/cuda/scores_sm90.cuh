@@ -14,12 +14,6 @@
 
 /* ---- What there is ----------------------------------------------------------------------------------------------- */
 
-struct term_maps {
-    tensor_map bias, mask;
-    int bias_pieces, mask_pieces; /* of a block of keys: 0 where there is none */
-    int bias_rows, mask_rows;     /* of a piece: 64, or 1 that all rows share */
-};
-
 constexpr int PIECE = 64 * 128;
 
 template <class S> struct scored_shared : forward_shared<S> {

@@ -93,3 +93,18 @@ heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64
                          (long long)batches, (long long)heads, (long long)rows, (long long)columns, (int)error);
     return HEED_OK;
 }
+
+static heed_status map_term(tensor_map *map, int *pieces, int *box_rows, const view &t, const args &a)
+{
+    if (!t.data || !a.Sk || !a.Sq)
+        return HEED_OK;
+    *box_rows = t.stride[2] ? 64 : 1, *pieces = heed_dtype_size((heed_dtype)t.dtype) == 4 ? 2 : 1;
+    return heed_tensor_map(map, t, a.Sk, t.stride[2] ? a.Sq : 1, a.Hq, a.B, *box_rows, 64 / *pieces);
+}
+
+heed_status heed_map_terms(term_maps *m, const args &a)
+{
+    *m = {};
+    const heed_status status = map_term(&m->bias, &m->bias_pieces, &m->bias_rows, a.bias, a);
+    return status ? status : map_term(&m->mask, &m->mask_pieces, &m->mask_rows, a.mask, a);
+}

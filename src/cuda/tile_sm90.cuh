@@ -18,6 +18,15 @@ struct tensor_map {
 heed_status heed_tensor_map(tensor_map *m, const view &t, int64_t columns, int64_t rows, int64_t heads, int64_t batches,
                             int box_rows, int box_columns = 64);
 
+/* Bias and mask in pieces of 64 keys, of fp32 32, and of 64 rows, or one that all rows share. */
+struct term_maps {
+    tensor_map bias, mask;
+    int bias_pieces, mask_pieces; /* of 64 keys: 0 where there is none */
+    int bias_rows, mask_rows;     /* of a piece */
+};
+
+heed_status heed_map_terms(term_maps *m, const args &a);
+
 /* ---- Device: tiles ----------------------------------------------------------------------------------------------- */
 
 /* Bytes of a tile: whole boxes of 64 columns. */
