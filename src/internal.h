@@ -240,11 +240,12 @@ static inline int heed_is_long(const heed_problem *p)
 }
 
 /* Keys up to which kernels for few of them are better at scores that something is added to or hides: those that they meet at
- * once; more with ALiBi alone, of which they load nothing, where they take the rows. */
+ * once; more in a forward with ALiBi alone, of which they load nothing, where they take the rows. */
 static inline int heed_few_keys(const heed_problem *p)
 {
     const int loads = p->a.mask.data || p->a.bias.data;
-    return !loads && HEED_MAX(p->D, p->Dv) <= 64 && p->Sq <= HEED_SHORT ? HEED_SHORT_WIDE : HEED_AT_ONCE;
+    const int better = p->pass == HEED_FORWARD && !loads && HEED_MAX(p->D, p->Dv) <= 64 && p->Sq <= HEED_SHORT;
+    return better ? HEED_SHORT_WIDE : HEED_AT_ONCE;
 }
 static inline int heed_has_terms(const heed_problem *p)
 {

@@ -305,41 +305,51 @@ TEST(every_generation_gets_its_family)
                 }
 }
 
-/* Where the edges of the Hopper forward with terms are: keys by number, head sizes, and how the copy engine wants a mask. */
-TEST(masks_and_biases_on_hopper_get_their_own_forward)
+/* Where the edges of the Hopper kernels with terms are: keys by number, head sizes, and how the copy engine wants a mask. */
+TEST(masks_and_biases_on_hopper_get_their_own_kernels)
 {
     static const struct {
+        heed_pass pass;
         int64_t rows, keys, D, pitch; /* of the mask; 0: none, -1: none but ALiBi */
         const char *says;
     } problems[] = {
-        { 1, HEED_AT_ONCE + 1, 64, 144, "sm90scores_bf16: taken" },
-        { 300, 1000, 128, 1008, "sm90scores_bf16: taken" },
-        { 300, HEED_AT_ONCE, 64, 128,
+        { HEED_FORWARD, 1, HEED_AT_ONCE + 1, 64, 144, "sm90scores_bf16: taken" },
+        { HEED_FORWARD, 300, 1000, 128, 1008, "sm90scores_bf16: taken" },
+        { HEED_FORWARD, 300, HEED_AT_ONCE, 64, 128,
           "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 128 keys" },
-        { 300, 1000, 136, 1008, "sm90scores_bf16: passed over: takes head_dim up to 128, this is 136" },
-        { 300, 1000, 64, 1000,
+        { HEED_FORWARD, 300, 1000, 136, 1008, "sm90scores_bf16: passed over: takes head_dim up to 128, this is 136" },
+        { HEED_FORWARD, 300, 1000, 64, 1000,
           "sm90scores_bf16: passed over: does not take: a mask or bias whose rows are not whole and at multiples of 16 "
           "bytes" },
-        { 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" },
-        { HEED_SHORT, HEED_SHORT_WIDE, 64, -1,
+        { HEED_FORWARD, 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" },
+        { HEED_FORWARD, HEED_SHORT, HEED_SHORT_WIDE, 64, -1,
           "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 192 keys" },
-        { HEED_SHORT, HEED_SHORT_WIDE + 1, 64, -1, "sm90scores_bf16: taken" },
-        { HEED_SHORT + 1, HEED_AT_ONCE + 1, 64, -1, "sm90scores_bf16: taken" },
-        { HEED_SHORT, HEED_AT_ONCE + 1, 72, -1, "sm90scores_bf16: taken" },
+        { HEED_FORWARD, HEED_SHORT, HEED_SHORT_WIDE + 1, 64, -1, "sm90scores_bf16: taken" },
+        { HEED_FORWARD, HEED_SHORT + 1, HEED_AT_ONCE + 1, 64, -1, "sm90scores_bf16: taken" },
+        { HEED_FORWARD, HEED_SHORT, HEED_AT_ONCE + 1, 72, -1, "sm90scores_bf16: taken" },
+        { HEED_BACKWARD, 300, HEED_AT_ONCE + 1, 64, 144, "sm90scores_bf16: taken" },
+        { HEED_BACKWARD, 300, 1000, 56, 1008, "sm90scores_bf16: taken" },
+        { HEED_BACKWARD, HEED_SHORT, HEED_AT_ONCE + 1, 64, -1, "sm90scores_bf16: taken" },
+        { HEED_BACKWARD, 300, HEED_AT_ONCE, 64, 128,
+          "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 128 keys" },
+        { HEED_BACKWARD, 300, 1000, 72, 1008, "sm90scores_bf16: passed over: takes head_dim up to 64, this is 72" },
+        { HEED_BACKWARD, 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" },
     };
     char best[64];
     if (!has_cuda_rows() || !strstr(best_of("sm90scores portable", "forward", "bf16", best), "sm90scores"))
         skip(); /* built without it */
     for (int n = 0; n < COUNT(problems); n++) {
         char text[4096];
-        sample s = sample_of(HEED_FORWARD, HEED_BF16, problems[n].rows, problems[n].keys, problems[n].D, problems[n].D);
+        sample s = sample_of(problems[n].pass, HEED_BF16, problems[n].rows, problems[n].keys, problems[n].D,
+                             problems[n].D);
+        const heed_gradient *const g = s.pass == HEED_BACKWARD ? &s.g : NULL;
         if (problems[n].pitch < 0)
             use_alibi(&s);
         if (problems[n].pitch > 0) {
             s.a.mask = shape(HEED_BOOL, 1, 1, problems[n].rows, problems[n].keys);
             memcpy(s.a.mask.stride, (int64_t[4]){ 0, 0, problems[n].pitch, 1 }, sizeof s.a.mask.stride);
         }
-        assert_int_equal(heed_explain(&s.a, NULL, &on_gpu, "h200", text, sizeof text), HEED_OK);
+        assert_int_equal(heed_explain(&s.a, g, &on_gpu, "h200", text, sizeof text), HEED_OK);
         if (!strstr(text, problems[n].says))
             fail_msg("\"%s\" without \"%s\"", text, problems[n].says);
     }
@@ -596,7 +606,7 @@ int main(void)
         cmocka_unit_test(every_feature_is_seen_in_the_problem),
         cmocka_unit_test(every_gpu_gets_the_first_kernel_that_fits_whatever_the_problem),
         cmocka_unit_test(every_generation_gets_its_family),
-        cmocka_unit_test(masks_and_biases_on_hopper_get_their_own_forward),
+        cmocka_unit_test(masks_and_biases_on_hopper_get_their_own_kernels),
         cmocka_unit_test(long_fp32_problems_get_their_own_kernels_on_hopper),
         cmocka_unit_test(few_rows_and_keys_get_kernels_of_their_own),
         cmocka_unit_test(plain_fp32_gets_no_tensor_cores),

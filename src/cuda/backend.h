@@ -45,6 +45,12 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
             HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_GRADIENTS | HEED_USES_ORDER | HEED_FOR_LONG |              \
             HEED_FOR_ROOM
 
+#define HEED_NEEDS_backward_sm90scores                                                                                 \
+    90, 90, 227 * 1024, 64,                                                                                            \
+        HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SINK |       \
+            HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_GRADIENTS | HEED_USES_ORDER |          \
+            HEED_USES_LOOSE | HEED_FOR_TERMS | HEED_FOR_ROOM
+
 #define HEED_NEEDS_forward_split 80, 90, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
 #define HEED_NEEDS_backward_split 80, 90, HEED_SHARED_SMALL, 128, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
 #define HEED_NEEDS_backward_splitwide 90, 90, 227 * 1024, 256, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
@@ -96,6 +102,7 @@ HEED_DECLARE_CUDA(backward, sm90split)
 HEED_DECLARE_CUDA(backward, splitwide)
 HEED_DECLARE_CUDA(backward, sm90)
 HEED_DECLARE_CUDA(backward, sm90fused)
+HEED_DECLARE_CUDA(backward, sm90scores)
 
 #ifdef __cplusplus
 }

@@ -33,8 +33,9 @@ void heed_sm90_take_table(workspace *space, piece_table *t, const heed_problem *
 static void count_tiles(const args &a, piece_table &keys, piece_table &queries)
 {
     const int64_t count = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    keys.tiles = (int)tiles_of(count, keys.rows), queries.tiles = (int)tiles_of(a.Sq, queries.rows);
-    keys.grouped = keys.grouped && keys.tiles > LEAVING; /* of no more, dQ may leave with the last */
+    keys.tiles = (int)tiles_of(count, keys.rows);
+    queries.tiles = queries.rows ? (int)tiles_of(a.Sq, queries.rows) : 0; /* 0: dQ never has a kernel of its own */
+    keys.grouped = keys.grouped && keys.tiles > LEAVING;                  /* of no more, dQ may leave with the last */
 }
 
 heed_status heed_sm90_find_pieces(const args &a, piece_table &keys, piece_table &queries, const heed_exec *x)
@@ -48,8 +49,9 @@ static bool has_one_tile(const heed_problem *p, const backward_form &form)
 {
     const heed_attention &a = p->a;
     const bool same = !a.lengths_q && !a.lengths_k && !a.offsets_q && !a.offsets_k; /* length of all sequences */
-    return form.all.leaves && p->full.keys > 0 && p->full.keys <= form.all.rows && same && p->left == HEED_UNBOUNDED &&
-           p->right == HEED_UNBOUNDED && p->D % 8 == 0 && !p->g.accumulate && p->g.d_q.dtype != HEED_F32;
+    return form.all.leaves && p->g.d_q.data && p->full.keys > 0 && p->full.keys <= form.all.rows && same &&
+           p->left == HEED_UNBOUNDED && p->right == HEED_UNBOUNDED && p->D % 8 == 0 && !p->g.accumulate &&
+           p->g.d_q.dtype != HEED_F32;
 }
 
 /* How a problem is solved: one kernel for all gradients has sums of dQ, may have L and delta lent room in dQ, and parts. */
@@ -63,7 +65,8 @@ static bool can_lend(const heed_problem *p)
 {
     const heed_tensor &t = p->g.d_q;
     const int64_t size = (int64_t)heed_dtype_size(t.dtype);
-    return !p->g.accumulate && p->D * size >= 16 && HEED_MAX(t.stride[1], t.stride[2]) * size / 8 <= INT32_MAX;
+    return t.data && !p->g.accumulate && p->D * size >= 16 &&
+           HEED_MAX(t.stride[1], t.stride[2]) * size / 8 <= INT32_MAX;
 }
 
 /* How many parts heads that share keys fall into at most: see part_sums. */
@@ -86,7 +89,7 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, const wa
     term_rows &to = t->terms;
     to.terms = { NULL, NULL, p->Hq * pitch, pitch, 1, 1 };
     to.L = (float *)space.take(sums ? 0 : terms);
-    to.delta = (float *)space.take(!sums || (p->g.d_sink.data && !how.lent) ? terms : 0);
+    to.delta = (float *)space.take(!sums || ((p->g.d_sink.data || p->g.d_bias.data) && !how.lent) ? terms : 0);
     to.sums.data = NULL, to.parts = { 1, NULL, NULL }, to.part_places = 0;
     if (sums) {
         to.sums.strips = (int)places_of(p, &p->a.q, 16);
@@ -124,8 +127,8 @@ static size_t lay_out(const heed_problem *p, const backward_form &form, const wa
  * of one sequence and one head of keys, so that neither the batch nor the heads decide about the bits. */
 static way way_for(const heed_problem *p, const backward_form &form)
 {
-    const way two = { false, false, 1 };
-    if (!form.all.launch || !p->g.d_q.data || p->a.softcap > 0)
+    const way two = { false, false, 1 }, one_kernel = { true, false, 1 };
+    if (form.dkv.launch && (!form.all.launch || !p->g.d_q.data || p->a.softcap > 0))
         return two;
     heed_problem one = *p;
     tables t;
@@ -140,7 +143,7 @@ static way way_for(const heed_problem *p, const backward_form &form)
             if (lay_out(&one, form, how, NULL, &t) <= room)
                 return how;
         }
-    return two;
+    return form.dkv.launch ? two : one_kernel;
 }
 
 size_t heed_sm90_backward_bytes(const heed_problem *p, const backward_form &form)
@@ -184,7 +187,7 @@ static bool can_leave(const args &a)
 {
     const span &s = a.all;
     const bool all = a.left >= FAR && a.right >= FAR && s.keys;
-    return a.uniform && a.d_q.dtype != HEED_F32 && !a.accumulate && a.D % 8 == 0 &&
+    return a.uniform && a.d_q.data && a.d_q.dtype != HEED_F32 && !a.accumulate && a.D % 8 == 0 &&
            (all || (s.unit && s.low < s.high && s.high > 0 && s.rows - 1 + s.low < s.keys));
 }
 
@@ -287,7 +290,9 @@ static heed_status prepare(const heed_problem *p, args *a, tables *t, bool lent,
     if (!status)
         status = heed_cuda_prepare_backward(p, a, x);
     a->d_q.data = d_q;
-    return status ? status : heed_cuda_sink_gradient(*a, x);
+    if (!status)
+        status = heed_cuda_sink_gradient(*a, x);
+    return status ? status : heed_cuda_bias_gradient(*a, x);
 }
 
 /* A tensor without elements has no map; then the sums are over nothing. */
@@ -329,7 +334,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
     job.sums = terms.sums, job.turns = terms.turns, job.any_order = x->nondeterministic;
     job.grouped = t.of[0].grouped;
     status = run(&job, p, t, form, chip.units, x);
-    if (status || !job.sums.data || job.leaves)
+    if (status || !job.sums.data || job.leaves || !job.a.d_q.data)
         return status;
     if (how.lent && (job.a.lengths_q || job.a.offsets_q) &&
         (status = heed_cuda_fill(job.a.d_q, p->g.d_q.shape, 0.0f, x)))

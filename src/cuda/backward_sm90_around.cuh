@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(128)
 /* ---- L and delta ------------------------------------------------------------------------------------------------- */
 
 struct term_rows {
-    float *L, *delta; /* as terms.least; delta, too, where the sink wants it */
+    float *L, *delta; /* as terms.least; delta, too, where the gradients of sink or bias want it */
     term_view terms;
     float inverse; /* 1 / c */
     dq_sums sums;
@@ -225,10 +225,11 @@ __global__ void __launch_bounds__(256)
         const bool none = lse == -CUDART_INF_F;
         const int64_t at = t.terms.at(b, h, own);
         const float all = none ? 0.0f : delta + sum[0];
-        if (!t.terms.most || a.d_sink.data)
+        if (!t.terms.most || a.d_sink.data || a.d_bias.data)
             t.delta[at * t.terms.times] = all;
         if (t.terms.most) {
-            const uint4 x = both_terms(none ? -CUDART_INF_F * t.inverse : -L * t.inverse, -all);
+            const float term = none ? -CUDART_INF_F * t.inverse : is_left_out(a, lse) ? LEFT_OUT : -L * t.inverse;
+            const uint4 x = both_terms(term, -all);
             t.terms.most[at] = make_uint2(x.x, x.z), t.terms.least[at * t.terms.times] = x.y & 0xFFFF | x.w << 16;
         } else
             t.L[at] = none ? CUDART_INF_F : L;

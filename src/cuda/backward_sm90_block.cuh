@@ -247,6 +247,10 @@ struct backward_shape {
     static constexpr int WORKS = ADDS || SOON ? 2 : SLOTS; /* pieces of work that are known at a time */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
     static constexpr int STAGE_AT = ADDS && D < 128 ? 1024 : 16; /* a multiple of this */
+    /* Scores have a bias, a mask or ALiBi: backward_sm90_scores.cuh, which also says what a warpgroup keeps of them. */
+    static constexpr bool TERMS = false;
+    struct group_terms {
+    };
 };
 
 template <class C> struct backward_shared {
@@ -336,6 +340,12 @@ template <class C> __device__ inline void init_barriers(backward_shared<C> &s)
 template <class C> __device__ inline char *own_tile(backward_shared<C> &s, int n, int which)
 {
     return C::APART ? s.own[0][n + which & 1] : s.own[n % C::SLOTS][which];
+}
+
+/* A large lse and the bias that made it so must meet before either is rounded: such a lse is not among the terms of S. */
+__device__ inline bool is_left_out(const args &a, float lse)
+{
+    return a.bias.data && fabsf(lse) > 4096.0f && fabsf(lse) < CUDART_INF_F;
 }
 
 /* Known to be the same in all lanes. */

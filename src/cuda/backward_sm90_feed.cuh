@@ -8,6 +8,9 @@
 
 #include "backward_sm90_block.cuh"
 
+/* backward_sm90_scores.cuh, where C::TERMS. */
+template <class C> __device__ inline bool are_sequences_together(const backward_job &p);
+
 /* Which piece of work a number stands for: `together` heads at a time, and of these the longest rows first. Under a
  * causal mask the first keys meet most queries and the last queries most keys. Heads that are left over join the last ones:
  * alone they would be few long pieces, and most multiprocessors would wait for their end. */
@@ -23,6 +26,9 @@ __device__ inline void find_piece(const backward_job &p, int number, int &b, int
     part = C::SHARES ? which / (p.a.B * heads) : 0;
     which -= part * p.a.B * heads;
     b = which / heads, head = which - b * heads;
+    if constexpr (C::TERMS)
+        if (are_sequences_together<C>(p))
+            head = which / p.a.B, b = which - head * p.a.B;
     if (!C::KEYS)
         tile = p.tiles - 1 - tile;
 }
@@ -113,6 +119,11 @@ __device__ inline bool has_large(const backward_job &p, uint4 terms)
     return high * fabsf(p.rule.c) > 65536.0f && high < 3.3e38f;
 }
 
+/* The term in place of an L that is left out: see is_left_out(). It adds nothing. */
+constexpr float LEFT_OUT = 0x1p-120f;
+
+__device__ inline bool has_left_out(uint4 terms) { return terms.x << 16 == __float_as_uint(LEFT_OUT); }
+
 /* Where the columns are queries, what goes with each tile that a piece of work meets, asked for before there is room for
  * it: what it needs of care, and L and delta as numbers or as terms. Up to so many more tiles, from `step` of head h on.
  * The copy engine would want numbers at multiples of 16 bytes. */
@@ -152,7 +163,7 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
                 return make_uint4(most.x, least & 0xFFFF, most.y, least >> 16);
             };
             const uint4 x = terms(0), y = terms(32);
-            describe(has_large(p, x) || has_large(p, y));
+            describe(has_large(p, x) || has_large(p, y) || (C::TERMS && (has_left_out(x) || has_left_out(y))));
             s.terms[first][lane] = x, s.terms[first][lane + 32] = y;
             fence_async();
             arrive(shared_address(&s.first_full[first]));
@@ -225,6 +236,8 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
         const int share = C::SHARES && p.parts.most > 1 ? heads_of_part(p.a.G, p.pieces[at].columns) : p.a.G;
         if (part * share >= p.a.G)
             continue;
+        if constexpr (C::TERMS)
+            note_sequence(s, slot, b);
         describe_piece(p, s, n, at, head, part, share);
         const bool some = C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS;
         int h = 0, step = 0;
@@ -314,6 +327,8 @@ template <class C, int RING> __device__ inline void bring_columns(const backward
             bring_tile<C, RING>(p, s, w, head, column, tile, live, cut);
             if (C::ADDS)
                 bring_tile<C, 1>(p, s, w, head, column, tile, live, cut);
+            if constexpr (C::TERMS)
+                bring_scores(p, s, slot, head, column, tile);
             cut += live < COLUMNS;
             if (!C::KEYS || ++h == heads_of<C>(p, w))
                 h = 0, step++;

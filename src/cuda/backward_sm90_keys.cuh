@@ -17,7 +17,12 @@ template <class C> struct key_group {
     int group, slot; /* slot: of the work */
     int from, first; /* its first tile, and the first that the group meets */
     int care;        /* of the tile to come */
+    typename C::group_terms terms;
 };
+
+/* backward_sm90_scores.cuh, where C::TERMS: from products to all that is in the exponent. */
+template <class T, class C>
+__device__ inline void apply_terms(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile);
 
 /* Whether a piece of work has all heads that share its keys. */
 template <class C> __device__ inline bool is_whole(const backward_job &p, const piece &w)
@@ -102,6 +107,8 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
             announce(s, tile);
             sum_behind<T, C>(p, x, s, tile);
         }
+        if constexpr (C::TERMS)
+            pass_scores(p, s, tile);
         tile = skip(s, tile, 1);
     }
     return tile;
@@ -133,7 +140,8 @@ __device__ inline void pack_some(uint32_t (&P)[COLUMNS / 16][4], const float (&S
 template <class T, class C, bool CAPPED, bool LAST>
 __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
-    const score_rule &rule = p.rule;
+    const score_rule whole = { 1.0f, 0.0f, 0.0f, 0.0f },
+                     &rule = C::TERMS ? whole : p.rule; /* with terms, S has it all */
     constexpr int D = C::D;
     constexpr bool NEXT = (C::WAYS & EARLY) && !LAST;
     const int row = x.group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -157,6 +165,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if (!(C::WAYS & AHEAD))
         x.care = uniform(s.care[tile % C::FIRST][x.group]);
     keep_order(tile);
+    if constexpr (C::TERMS)
+        apply_terms<T>(p, x, s, tile);
     if constexpr (C::NARROW) { /* S and dP do not fit in side by side, but the last quarter of S does */
         constexpr int MOST = COLUMNS / 8 * 3, ALL = COLUMNS / 2;
         probabilities_by_column<CAPPED, C::ADDS, 0, MOST>(x.S, L, rule, x.care, range);
@@ -312,6 +322,8 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int gr
         x.K = tile_at(shared_address(own_tile(s, n, 0)) + x.group * 8192);
         x.V = tile_at(shared_address(own_tile(s, n, 1)) + x.group * 8192);
         x.slot = n % C::WORKS;
+        if constexpr (C::TERMS)
+            begin_terms(p, x, s);
         tile = meet_all<T, C, CAPPED>(p, x, s, tile);
         leave<T, C>(p, x, s);
     });
@@ -320,10 +332,8 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int gr
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
 template <class T, class C, bool CAPPED>
-__global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant__ backward_job p)
+__device__ inline void find_gradients(const backward_job &p, backward_shared<C> &s)
 {
-    extern __shared__ __align__(1024) char memory[];
-    auto &s = *(backward_shared<C> *)memory;
     init_barriers(s);
     if (!p.second)
         wait_for_last();
@@ -353,6 +363,13 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
             keys_role<T, C, CAPPED>(p, s);
     } else
         keys<T, C, CAPPED>(p, s, group);
+}
+
+template <class T, class C, bool CAPPED>
+__global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant__ backward_job p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    find_gradients<T, C, CAPPED>(p, *(backward_shared<C> *)memory);
 }
 
 template <class C> static heed_status run_keys(const backward_job &p, int blocks, const heed_exec *x)

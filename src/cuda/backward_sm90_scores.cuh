@@ -1,0 +1,323 @@
+/* What the Hopper backward in one kernel adds to its scores, a bias and ALiBi, and what hides them besides the band, a mask.
+ *
+ * Bias and mask of a tile of 64 queries and the own keys come by the copy engine, in pieces: rows are queries, of 128 bytes
+ * (a bias: 64 keys of 16 bits, or 32 of fp32) or 64 (a mask). All pieces of a tile are a stage of one more ring, of as many
+ * stages as fit in; what is the same for all queries comes as one row. In a piece the 16-byte chunk c of row r lies at chunk
+ * c ^ (r % 8), in rows of 64 bytes at c ^ (r / 2 % 4): the engine writes this order, and lanes that read a few rows at a time
+ * meet different banks. Scores have keys as rows: pieces are read transposed. */
+#ifndef HEED_CUDA_BACKWARD_SM90_SCORES_CUH
+#define HEED_CUDA_BACKWARD_SM90_SCORES_CUH
+
+#include "backward_sm90_keys.cuh"
+
+/* ---- What there is ----------------------------------------------------------------------------------------------- */
+
+struct score_maps : term_maps {
+    int stage_bytes, stages;
+    int landing;   /* bytes that arrive for a tile */
+    bool together; /* sequences that share a head's bias or mask meet it at the same time, so that it is read once */
+};
+
+struct scored_job : backward_job {
+    score_maps m;
+};
+
+constexpr int BIAS_PIECE = COLUMNS * 128, MASK_PIECE = COLUMNS * 64;
+
+/* SCORE_BYTES: of the ring. */
+template <int D, int ROWS, int SLOTS, int FIRST, int SECOND, int WAYS, int DS, int SCORE_BYTES_>
+struct scored_shape : backward_shape<true, D, ROWS, SLOTS, FIRST, SECOND, WAYS, DS> {
+    static constexpr bool TERMS = true;
+    static constexpr int SCORE_BYTES = SCORE_BYTES_, MOST_STAGES = 4;
+    /* ALiBi: from the lane's two keys to its first query of the sequence, and from query to query. */
+    struct group_terms {
+        float slope, distance[2], step;
+    };
+};
+
+template <class C> struct scored_shared : backward_shared<C> {
+    alignas(1024) char scores[C::SCORE_BYTES];
+    uint64_t scores_full[C::MOST_STAGES], scores_free[C::MOST_STAGES];
+    int sequence[C::WORKS]; /* of a piece of work */
+};
+
+template <class C> __device__ inline scored_shared<C> &with_scores(backward_shared<C> &s)
+{
+    return static_cast<scored_shared<C> &>(s);
+}
+
+__device__ inline const score_maps &maps_of(const backward_job &p) { return static_cast<const scored_job &>(p).m; }
+
+/* ---- What brings it ---------------------------------------------------------------------------------------------- */
+
+template <class C> __device__ inline bool are_sequences_together(const backward_job &p) { return maps_of(p).together; }
+
+template <class C> __device__ inline void note_sequence(backward_shared<C> &s, int slot, int b)
+{
+    if (threadIdx.x % 32 == 0)
+        with_scores(s).sequence[slot] = b;
+}
+
+/* Asks for a tile's pieces: of all bias pieces, then of the mask. */
+template <class C>
+__device__ inline void bring_scores(const backward_job &p, backward_shared<C> &shared, int slot, int head, int column,
+                                    int tile)
+{
+    const score_maps &m = maps_of(p);
+    scored_shared<C> &s = with_scores(shared);
+    if (!m.landing)
+        return;
+    const int turn = tile / m.stages, stage = tile - turn * m.stages;
+    wait(shared_address(&s.scores_free[stage]), turn & 1 ^ 1);
+    if (threadIdx.x % 32)
+        return;
+    const uint32_t full = shared_address(&s.scores_full[stage]);
+    const int key = s.work[slot].tile * C::ROWS, b = s.sequence[slot];
+    uint32_t to = shared_address(s.scores) + stage * m.stage_bytes;
+    arrive_expecting(full, m.landing);
+    for (int n = 0; n < C::GROUPS * m.bias_pieces; n++, to += BIAS_PIECE)
+        load_box(to, m.bias.map, key + n * (COLUMNS / m.bias_pieces), m.bias_rows == 1 ? 0 : column,
+                 head * m.bias.head_on, b * m.bias.batch_on, full);
+    for (int n = 0; n < C::GROUPS * m.mask_pieces; n++, to += MASK_PIECE)
+        load_box(to, m.mask.map, key + n * COLUMNS, m.mask_rows == 1 ? 0 : column, head * m.mask.head_on,
+                 b * m.mask.batch_on, full);
+}
+
+/* ---- What a warpgroup does with it ------------------------------------------------------------------------------- */
+
+/* Scores are those of sm90.cuh: a lane has queries 8 i + 2 (lane % 4) and the next, of keys lane / 4 and 8 more. What follows
+ * takes them as the products leave them and makes them those of 2^S = P. */
+
+/* S = c S + unit bias. A matrix of 8 queries and 8 keys, transposed, is what the lanes have. */
+template <class T>
+__device__ inline void add_bias(float (&S)[COLUMNS / 2], uint32_t piece, int rows, float c, float unit)
+{
+    const int lane = threadIdx.x % 32, down = rows == 1 ? 0 : 1024, query = rows == 1 ? 0 : lane / 16 * 8 + lane % 8;
+    uint32_t from = piece + query * 128 + ((threadIdx.x / 32 % 4 * 2 + lane / 8 % 2 ^ query % 8) << 4);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i += 2, from += 2 * down) {
+        uint32_t x[4];
+        load_matrices_transposed(x, from);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float2 both = unpack2<T>(x[e]);
+            S[4 * i + 2 * e] = fmaf(S[4 * i + 2 * e], c, both.x * unit);
+            S[4 * i + 2 * e + 1] = fmaf(S[4 * i + 2 * e + 1], c, both.y * unit);
+        }
+    }
+}
+
+/* The same in fp32, where two warps share a piece: all banks are met once. */
+__device__ inline void add_wide_bias(float (&S)[COLUMNS / 2], const char *piece, int rows, float c, float unit)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, query = rows == 1 ? 0 : lane % 4 * 2;
+    const int down = rows == 1 ? 0 : 1024, next = rows == 1 ? 0 : 128, swap = rows == 1 ? 0 : 16;
+    const int at = query * 128 + ((warp % 2 * 4 + lane / 16 ^ query) << 4) + lane / 4 % 4 * 4;
+    const char *const pieces = piece + warp / 2 * BIAS_PIECE;
+    const char *const from[2][2] = { { pieces + at, pieces + (at ^ swap) + next },
+                                     { pieces + (at ^ 32), pieces + (at ^ 32 ^ swap) + next } };
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &y = S[4 * i + 2 * half + e];
+                y = fmaf(y, c, *(const float *)(from[half][e] + i * down) * unit);
+            }
+}
+
+/* S = c S - slope |distance|. d: of the lane's first query. Where all queries are on one side of the warp's keys it is a
+ * line. */
+__device__ inline void add_alibi(float (&S)[COLUMNS / 2], const float (&d)[2], float step, float slope, float c)
+{
+    const float far = (COLUMNS - 7) * step;
+    const bool after = fminf(fminf(d[0], d[1]), fminf(d[0] + far, d[1] + far)) >= 0.0f,
+               before = fmaxf(fmaxf(d[0], d[1]), fmaxf(d[0] + far, d[1] + far)) <= 0.0f;
+    const bool all_after = __all_sync(~0u, after);
+    if (all_after || __all_sync(~0u, before)) {
+        const float rise = all_after ? -slope : slope, along = rise * step;
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            S[e] = fmaf(S[e], c, fmaf((float)column_of(e), along, rise * d[e / 2 % 2]));
+    } else
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            S[e] = fmaf(S[e], c, -slope * fabsf(fmaf((float)column_of(e), step, d[e / 2 % 2])));
+}
+
+/* Each byte that is not 0 as 1. */
+__device__ inline uint32_t set_bytes(uint32_t x) { return ((x & 0x7f7f7f7f) + 0x7f7f7f7f | x) >> 7 & 0x01010101; }
+
+/* Most tiles of most masks hide nothing: then all bytes are 1. Else each lane has, of 16 pairs of queries, two neighbouring
+ * keys: it makes a number of them, with bit i of a byte for queries 8 i on, and gets those of its own keys from the lanes
+ * that have them. */
+__device__ inline void apply_mask(float (&S)[COLUMNS / 2], uint32_t piece, int rows)
+{
+    const int lane = threadIdx.x % 32, query = rows == 1 ? 0 : lane;
+    const uint32_t from = piece + query * 64 + ((threadIdx.x / 32 % 4 ^ query / 2 % 4) << 4);
+    uint32_t x[4], y[4];
+    load_matrices_transposed(x, from), load_matrices_transposed(y, from + (rows == 1 ? 0 : 2048));
+    const uint32_t all = x[0] & x[1] & x[2] & x[3] & y[0] & y[1] & y[2] & y[3];
+    if (__all_sync(~0u, all == 0x01010101))
+        return;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        bits |= set_bytes(x[i]) << i | set_bytes(y[i]) << i + 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint32_t seen = __shfl_sync(~0u, bits, lane / 8 * 4 + lane % 4 + half * 16) >> lane / 4 % 2 * 8;
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (!(seen & 1u << i + 16 * e))
+                    S[4 * i + 2 * half + e] = -CUDART_INF_F;
+    }
+}
+
+/* S = (S - lse) log2 e, of the lse that are left out of S; w, head, column: of the tile. */
+__device__ inline void subtract_lse(float (&S)[COLUMNS / 2], const args &a, const piece &w, int head, int column)
+{
+    const int first = column + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int e = 0; e < COLUMNS / 2; e += e % 2 ? 3 : 1) {
+        const int n = first + column_of(e);
+        const float own = n < w.columns ? load(a.lse, row_at(a.lse, w.other_batch, head, w.other_row + n)) : 0.0f;
+        const float lse = is_left_out(a, own) ? own : 0.0f;
+        S[e] = (S[e] - lse) * LOG2E, S[e + 2] = (S[e + 2] - lse) * LOG2E;
+    }
+}
+
+/* Whether a tile has queries whose lse is left out of S: only one that needs care. By whole warps. */
+template <class C> __device__ inline bool leaves_out(const key_group<C> &x, const scored_shared<C> &s, int tile)
+{
+    const uint4 *const terms = s.terms[tile % C::FIRST] + threadIdx.x % 32;
+    return x.care >= 0 && __any_sync(~0u, has_left_out(terms[0]) || has_left_out(terms[32]));
+}
+
+template <class C> __device__ inline float slope_of(const backward_job &p, backward_shared<C> &s, int slot, int head)
+{
+    return load(p.a.alibi, row_at(p.a.alibi, with_scores(s).sequence[slot], head, 0));
+}
+
+/* A piece of work. */
+template <class C> __device__ inline void begin_terms(const backward_job &p, key_group<C> &x, backward_shared<C> &s)
+{
+    if (!p.a.alibi.data)
+        return;
+    const piece &w = s.work[x.slot];
+    const span q = span_of(p.a, with_scores(s).sequence[x.slot]);
+    const int lane = threadIdx.x % 32, key = w.tile * C::ROWS + x.group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    x.terms.slope = slope_of(p, s, x.slot, first_head<C>(p, w));
+    x.terms.step = (float)q.p_step;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        x.terms.distance[half] = (float)(q.p0 + lane % 4 * 2 * q.p_step - q.r0 - (key + 8 * half) * q.r_step);
+}
+
+template <class C> __device__ inline void wait_scores(const score_maps &m, scored_shared<C> &s, int turn, int stage)
+{
+    if (m.landing)
+        wait(shared_address(&s.scores_full[stage]), turn & 1);
+}
+
+template <class C> __device__ inline void release_scores(const score_maps &m, scored_shared<C> &s, int stage)
+{
+    if (m.landing)
+        release(&s.scores_free[stage]);
+}
+
+/* A tile that this group has no use for. */
+template <class C> __device__ inline void pass_scores(const backward_job &p, backward_shared<C> &s, int tile)
+{
+    const score_maps &m = maps_of(p);
+    const int turn = tile / m.stages, stage = tile - turn * m.stages;
+    wait_scores(m, with_scores(s), turn, stage);
+    release_scores(m, with_scores(s), stage);
+}
+
+/* A tile whose products are there. */
+template <class T, class C>
+__device__ inline void apply_terms(const backward_job &p, key_group<C> &x, backward_shared<C> &shared, int tile)
+{
+    const score_maps &m = maps_of(p);
+    scored_shared<C> &s = with_scores(shared);
+    const int turn = tile / m.stages, stage = tile - turn * m.stages;
+    const char *const from = s.scores + stage * m.stage_bytes;
+    const piece &w = s.work[x.slot];
+    const int heads = heads_of<C>(p, w);
+    const bool apart = m.bias_pieces && leaves_out(x, s, tile);
+    int head = 0, column = 0; /* of the tile, where it matters */
+    if (apart || p.a.alibi.data) {
+        const int step = (tile - x.from) / heads;
+        head = first_head<C>(p, w) + tile - x.from - step * heads, column = column_at<C>(w, step);
+    }
+    const float unit = apart ? 1.0f : LOG2E;
+    float c = apart ? p.rule.c * (1.0f / LOG2E) : p.rule.c;
+    wait_scores(m, s, turn, stage);
+    if (m.bias_pieces) {
+        const char *const piece = from + x.group * m.bias_pieces * BIAS_PIECE;
+        if (m.bias_pieces == 1)
+            add_bias<T>(x.S, shared_address(piece), m.bias_rows, c, unit);
+        else
+            add_wide_bias(x.S, piece, m.bias_rows, c, unit);
+        c = 1.0f;
+    }
+    if (p.a.alibi.data) {
+        const float on = (float)column * x.terms.step;
+        const float d[2] = { x.terms.distance[0] + on, x.terms.distance[1] + on };
+        if (heads > 1)
+            x.terms.slope = slope_of(p, shared, x.slot, head);
+        add_alibi(x.S, d, x.terms.step, x.terms.slope * unit, c);
+    } else if (!m.bias_pieces)
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e++)
+            x.S[e] *= c;
+    if (apart)
+        subtract_lse(x.S, p.a, w, head, column);
+    if (m.mask_pieces)
+        apply_mask(x.S, shared_address(from + C::GROUPS * m.bias_pieces * BIAS_PIECE + x.group * MASK_PIECE),
+                   m.mask_rows);
+    release_scores(m, s, stage);
+}
+
+/* ---- The kernel -------------------------------------------------------------------------------------------------- */
+
+template <class T, class C>
+__global__ void __launch_bounds__(C::THREADS, 1) backward_sm90scores(const __grid_constant__ scored_job p)
+{
+    extern __shared__ __align__(1024) char memory[];
+    auto &s = *(scored_shared<C> *)memory;
+    if (threadIdx.x == 0)
+        for (int i = 0; i < C::MOST_STAGES; i++) {
+            barrier_init(shared_address(&s.scores_full[i]), 1);
+            barrier_init(shared_address(&s.scores_free[i]), 128 * C::CONSUMERS);
+        }
+    find_gradients<T, C, false>(p, s);
+}
+
+static bool is_by_head(const view &t) { return t.data && t.stride[0] == 0 && t.stride[1] != 0; }
+
+template <class C> static heed_status run_scored(const backward_job &p, int blocks, const heed_exec *x)
+{
+    static_assert(sizeof(scored_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
+    static_assert(C::SCORE_BYTES >= C::GROUPS * (2 * BIAS_PIECE + MASK_PIECE), "a tile of bias and mask");
+    scored_job job;
+    score_maps &m = job.m;
+    static_cast<backward_job &>(job) = p;
+    const heed_status status = heed_map_terms(&m, p.a);
+    if (status)
+        return status;
+    m.stage_bytes = C::GROUPS * (m.bias_pieces * BIAS_PIECE + m.mask_pieces * MASK_PIECE);
+    m.stages = m.stage_bytes ? HEED_MIN(C::SCORE_BYTES / m.stage_bytes, C::MOST_STAGES) : 1;
+    m.together = is_by_head(p.a.bias) || is_by_head(p.a.mask);
+    m.landing = C::GROUPS * (m.bias_pieces * m.bias_rows * 128 + m.mask_pieces * m.mask_rows * 64);
+    return launch_next(p.a.q.dtype == HEED_F16 ? backward_sm90scores<__half, C> : backward_sm90scores<__nv_bfloat16, C>,
+                       blocks, C::THREADS, sizeof(scored_shared<C>), x, job);
+}
+
+template <class C> static backward_kernel scored_kernel() { return { C::D, C::ROWS, C::OWNERS != 0, run_scored<C> }; }
+
+#endif
