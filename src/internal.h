@@ -247,9 +247,12 @@ static inline int heed_few_keys(const heed_problem *p)
     const int better = p->pass == HEED_FORWARD && !loads && HEED_MAX(p->D, p->Dv) <= 64 && p->Sq <= HEED_SHORT;
     return better ? HEED_SHORT_WIDE : HEED_AT_ONCE;
 }
+/* And rows from which a backward pays that walks over them for each tile of keys. */
+static inline int heed_fewest_rows(const heed_problem *p) { return p->pass == HEED_FORWARD ? 0 : 64; }
 static inline int heed_has_terms(const heed_problem *p)
 {
-    return (p->a.mask.data || p->a.bias.data || p->a.alibi.data) && p->full.keys > heed_few_keys(p);
+    return (p->a.mask.data || p->a.bias.data || p->a.alibi.data) && p->full.keys > heed_few_keys(p) &&
+           p->Sq >= heed_fewest_rows(p);
 }
 
 /* Rows from which HEED_FOR_ROWS pays: fp32, twice as many if they are narrow, or see different keys; fp16, whose products

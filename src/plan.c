@@ -283,6 +283,8 @@ static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, 
         snprintf(why, size,
                  "is for %" PRId64 " rows and half as many keys or more, these are at most %" PRId64 " and %" PRId64,
                  heed_least_rows(p), p->Sq, p->full.keys);
+    else if (k->uses & HEED_FOR_TERMS && p->Sq < heed_fewest_rows(p))
+        snprintf(why, size, "is for %d rows and more, these are at most %" PRId64, heed_fewest_rows(p), p->Sq);
     else if (k->uses & HEED_FOR_TERMS && !heed_has_terms(p))
         snprintf(why, size, "is for a mask, a bias or ALiBi over more than %d keys", heed_few_keys(p));
     else if (k->uses & HEED_FOR_ROWS && p->D + p->Dv < 2 * HEED_NARROW)
