@@ -169,10 +169,10 @@ enum {
     HEED_FOR_ROOM = 1 << 26,   /* what it needs more bytes for than q, k, v and o have gets it only by name */
     HEED_FOR_TERMS = 1 << 25,  /* what heed_has_terms() says no to likewise */
 };
-#define HEED_ROWS 128 /* docs/tuning.md, section 1 */
+#define HEED_ROWS 128 /* docs/tuning/cpu.md */
 #define HEED_NARROW 32
-#define HEED_LONG 512 /* section 5 */
-/* docs/tuning.md, section 6, has what chose these. */
+#define HEED_LONG 512 /* hopper_backward.md there */
+/* docs/tuning/small.md has what chose these. */
 #define HEED_SMALL (80 * 64)  /* rows or keys times head size */
 #define HEED_SHORT 256        /* rows or keys, */
 #define HEED_AT_ONCE 128      /* keys that such a kernel meets together, whatever the rows, */

@@ -1,7 +1,7 @@
 /* The rows of the Hopper forward: which shape serves which head size, and when keys are taken in parts. */
 #include "forward_sm90.cuh"
 
-/* The shapes are those that bench/tune_sm90.py found best: its tables are in docs/tuning.md, section 3. Four warpgroups in
+/* The shapes are those that bench/tune_sm90.py found best: its tables are in docs/tuning/hopper_forward.md. Four warpgroups in
  * turn hide each other's latencies best, where the registers suffice: short sequences are made of little else. Where there
  * are many rows and keys, three with S and O += P V together are ahead, and read K and V less often. The softcap wants
  * registers too, so there are fewer keys at once. A rule must not look at what else is in a batch, nor at the device: the
