@@ -225,7 +225,7 @@ TEST(biases_may_rise_or_fall_along_the_keys)
     static const double by[] = { 0.2, 3, 1e4, 1e8, -0.2, -3, -1e4, -1e8 };
     for_each_kernel(EITHER_PASS, kernel)
         for (int n = 0; n < COUNT(by) * 2; n++) {
-            test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 70, .Sk = 272, .D = n & 1 ? 128 : 64 });
+            test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Sq = 70, .Sk = 272, .D = n & 1 ? 80 : 64 });
             case_bias(&c, kernel.dtype == HEED_F64 ? HEED_F64 : HEED_F32, 1, 2, n & 2 ? 70 : 1, 272);
             for (int64_t m = 0; m < elements(&c.a.bias); m++) {
                 const double step = by[n / 2], at = (double)(m % 272);
