@@ -104,8 +104,10 @@ __device__ static void differentiate(float (&X)[8][8], shared<WIDTH> &s, const a
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int r = half + (e ^ 1);
-                /* at most 0, but for the rounding of large numbers; NaN stays */
-                const float P = exp2_fast(min_or_nan(four[e] * factor - fact[query(r, c)], 0.0f) * LOG2E);
+                /* Rounded as finish_scores() does: where tiles begin, and so which are whole, is not the pair's own. The
+                 * difference is at most 0, but for the rounding of large numbers; NaN stays. */
+                const float score = __fmul_rn(four[e], factor);
+                const float P = exp2_fast(min_or_nan(score - fact[query(r, c)], 0.0f) * LOG2E);
                 X[r][c] = P == 0.0f ? 0.0f : P * X[r][c] * slope; /* P = 0 hides the pair, whatever dP came out as */
                 four[e] = P;
             }
