@@ -2,7 +2,8 @@
 
     python3 bench/small.py replay  [--lib PATH] [--dtype f32,f16]   forward and both: replays of a CUDA graph
     python3 bench/small.py modes   [--lib PATH] [--only WORDS]      the same under masks, for head sizes 8 to 256, ...
-    python3 bench/small.py grid    [--lib PATH] [--only WORDS]      the same from few heads to a full GPU
+    python3 bench/small.py grid    [--lib PATH] [--only WORDS]      the same from few heads to a full GPU, 64 to 256 keys
+    python3 bench/small.py grid --keys 256,512,1024 --heads 1x8,2x16 --size 64,128    or any others
     python3 bench/small.py user    [--dtype f32,f16]                eager calls of the Python package, by the host's clock
     python3 bench/small.py strided                                  keys off a stride, through the Python package
     python3 bench/small.py errors  [--lib PATH] [--dtype f32,f16]   of all of these against fp64
@@ -159,13 +160,12 @@ def modes(lib, dtypes, only):
                   f"{which2[:5]:<6}{peer2 / ours2:5.2f}", flush=True)
 
 
-def grid(lib, dtypes, only):
+def grid(lib, dtypes, only, keys, batches, sizes):
     """How many times as fast as PyTorch, forward and both: rows are heads and their size, columns keys."""
-    keys = (64, 128, 192, 256)
     print("times as fast as PyTorch, forward and both (us of both); as many rows as keys" + "".join(f"{s:>22}" for s in keys))
     for name in dtypes:
-        for batch, heads in ((2, 8), (8, 16), (64, 16)):
-            for d in (32, 64, 96, 128, 192, 256):
+        for batch, heads in batches:
+            for d in sizes:
                 for causal in (False, True):
                     line = f"{name:<5}{batch} x {heads}, d{d}{' causal' if causal else '':<8}"
                     if not any(word in line for word in only.split(",")):
@@ -292,14 +292,21 @@ def main():
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--dtype", default="f32,f16,bf16")
     p.add_argument("--only", default="", metavar="WORDS", help="modes, grid: those whose names have one of these")
+    numbers = lambda text, between=",": tuple(map(int, text.split(between)))
+    p.add_argument("--keys", type=numbers, default=(64, 128, 192, 256), help="grid: these numbers of keys")
+    p.add_argument("--size", type=numbers, default=(32, 64, 96, 128, 192, 256), help="grid: these head sizes")
+    p.add_argument("--heads", type=lambda text: [numbers(x, "x") for x in text.split(",")], metavar="BxH,...",
+                   default=((2, 8), (8, 16), (64, 16)), help="grid: so many sequences of so many heads")
     args = p.parse_args()
     dtypes = args.dtype.split(",")
     if args.what in ("user", "strided"):
         return user(dtypes) if args.what == "user" else strided()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
-    if args.what in ("modes", "grid"):
-        dict(modes=modes, grid=grid)[args.what](lib, dtypes, args.only)
+    if args.what == "modes":
+        modes(lib, dtypes, args.only)
+    elif args.what == "grid":
+        grid(lib, dtypes, args.only, args.keys, args.heads, args.size)
     else:
         dict(replay=replay, errors=errors)[args.what](lib, dtypes)
 
