@@ -69,11 +69,13 @@ families() {
 
 # The command line's checks keep each tensor in an allocation of its own, and leave the workspace as it comes. A program
 # for each row, so that a report names it; racecheck, which takes longest, first. It follows each access to shared memory,
-# of which the portable backward has the most: there it gets two problems' worth, else it would take minutes.
+# of which the portable backward has the most: there it gets two problems' worth, else it would take minutes. initcheck does
+# not see what the copy engine adds to memory, and takes the sums of these three for never written.
 run_sanitizer() {
     local tool row problem problems
     for tool in racecheck memcheck initcheck synccheck; do
         for row in $(families | tac); do
+            [[ ! $tool-$row =~ ^initcheck-backward_cuda_sm90(fused|scores|split)_ ]] || continue
             problems=("")
             [[ $tool-$row != racecheck-backward_cuda_portable* ]] || problems=(everything "causal, more")
             for problem in "${problems[@]}"; do

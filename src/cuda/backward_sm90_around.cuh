@@ -104,6 +104,9 @@ __device__ inline void fill_piece(const args &a, const piece_table &of_keys, con
         return;
     const int at = piece_at(a, keys, t.rows, b, tile);
     piece &w = t.pieces[at];
+    if (lane < sizeof(piece) / sizeof(int)) /* it is copied whole, with what the kernels fill in */
+        ((int *)&w)[lane] = 0;
+    __syncwarp();
     describe(a, q, keys, row, rows, t.grid, w);
     if (lane == 0)
         w.ranges = at * t.rows, w.rows = rows, w.tile = tile, w.turns = piece_at(a, false, COLUMNS, b, 0),
