@@ -208,7 +208,9 @@ def features(lib, args):
             "bias": lambda: {"bias": fp32(1, h, s, s).to(kind)},
             "bias of all heads": lambda: {"bias": fp32(1, 1, s, s).to(kind)},
             "bias of fp32": lambda: {"bias": fp32(1, h, s, s)},
-            "bias, its gradient": lambda: {"bias": fp32(1, h, s, s).to(kind), "d_bias": fp32(1, h, s, s).to(kind)},
+            **{f"{name}, its gradient": lambda shape=shape: {"bias": fp32(*shape).to(kind), "d_bias": fp32(*shape).to(kind)}
+               for name, shape in {"bias": (1, h, s, s), "bias of each": (b, h, s, s), "bias of all": (1, 1, s, s),
+                                   "bias of keys": (b, 1, 1, s)}.items()},
             "ALiBi": lambda: {"alibi": fp32(1, h, 1, 1).abs()}, "softcap": lambda: {"softcap": 30.0},
             "dropout": lambda: {"dropout": 0.1, "dropout_seed": 7}}
         for d in map(int, args.head_dim.split(",")):
@@ -225,7 +227,7 @@ def features(lib, args):
                 medians = [[statistics.median(t) for t in zip(*way)] for way in times]
                 over = [m[0] / m[1] * int(mean) / mean for m in medians]
                 share = [m[0] / m[2] * s / mean for m in medians]
-                print(f"{dtype:5}{d:4} {name:20}{medians[0][0]:8.3f}{medians[1][0]:8.3f}   {over[0]:.2f} {over[1]:.2f}" +
+                print(f"{dtype:5}{d:4} {name:27}{medians[0][0]:8.3f}{medians[1][0]:8.3f}   {over[0]:.2f} {over[1]:.2f}" +
                       (f"   ({share[0]:.2f} {share[1]:.2f})" if mean < s else ""), flush=True)
                 del x, ways
                 torch.cuda.empty_cache()

@@ -289,6 +289,39 @@ TEST(gradients_of_a_long_ragged_batch_are_its_members)
         }
 }
 
+/* Gradients of one head's bias, given the same o and lse. */
+static void expect_bias_of_head(const heed_kernel_info *kernel, test_case *c, int64_t h)
+{
+    const case_shape shape = { .Sq = case_rows(c), .Sk = case_keys(c), .D = c->a.q.shape[3] };
+    test_case one = case_new(kernel, shape);
+    one.a.causal = c->a.causal;
+    one.a.q = slice(c->a.q, 1, h, 1, 1), one.a.k = slice(c->a.k, 1, h, 1, 1), one.a.v = slice(c->a.v, 1, h, 1, 1);
+    one.a.o = slice(c->a.o, 1, h, 1, 1), one.a.lse = slice(c->a.lse, 1, h, 1, 1);
+    one.a.bias = slice(c->a.bias, 1, h, 1, 1), one.g.d_o = slice(c->g.d_o, 1, h, 1, 1);
+    one.g.d_bias = case_tensor(&one, c->g.d_bias.dtype, one.a.bias.shape, NULL);
+    case_backward(&one);
+    heed_tensor part = slice(c->g.d_bias, 1, h, 1, 1);
+    expect_same_bits(c, "gradient of the bias of a head", &part, &one.g.d_bias);
+    case_free(&one);
+}
+
+/* So many that a block of a GPU has several tiles of the gradient to write, where of one head it has one. */
+TEST(gradients_of_many_biases_are_those_of_each_head)
+{
+    for_each_kernel(HEED_BACKWARD, kernel)
+        for (int n = 0; n < 2 && kernel.backend == HEED_CUDA && keeps_order(&kernel); n++) {
+            test_case c = case_new(&kernel, (case_shape){ .Hq = 34, .Sq = 130, .Sk = 4096, .D = n ? 128 : 40 });
+            case_bias(&c, kernel.dtype, 1, 34, 130, 4096);
+            c.a.causal = n;
+            if (case_takes(&c, &kernel)) {
+                run(&c);
+                expect_bias_of_head(&kernel, &c, 0);
+                expect_bias_of_head(&kernel, &c, 33);
+            }
+            case_free(&c);
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -304,6 +337,7 @@ int main(void)
         cmocka_unit_test(a_group_is_its_heads),
         cmocka_unit_test(a_ragged_batch_is_its_members),
         cmocka_unit_test(gradients_of_a_long_ragged_batch_are_its_members),
+        cmocka_unit_test(gradients_of_many_biases_are_those_of_each_head),
     };
     return RUN_TESTS(tests);
 }

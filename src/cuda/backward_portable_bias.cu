@@ -1,5 +1,5 @@
-/* The gradient of a bias in plain fp32 arithmetic, for every family of kernels: a block owns a 128 x 64 tile of it and meets
- * every pair that this is broadcast to. */
+/* The gradient of a bias in plain fp32 arithmetic, where dbias_mma.cu does not take it: a block owns a 128 x 64 tile of it and
+ * meets every pair that this is broadcast to. */
 #include "differentiate_fp32.cuh"
 #include "launch.cuh"
 
@@ -112,18 +112,11 @@ __global__ void __launch_bounds__(THREADS, 2)
     store_bias(a, s, own_b, own_h, own_i, own_n, keys);
 }
 
-heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x)
+heed_status heed_cuda_bias_gradient_portable(const args &a, int keys, const heed_exec *x)
 {
-    if (!a.d_bias.data)
-        return HEED_OK;
-    const int64_t shape[4] = { a.bias_shape[0], a.bias_shape[1], a.bias_shape[2], a.bias_shape[3] };
-    heed_status status = heed_cuda_fill(a.d_bias, shape, 0.0f, x); /* keys that no row sees */
-    const int64_t keys = a.Sk > a.col ? (a.Sk - 1 - a.col) / a.col_step + 1 : 0;
-    if (status || keys == 0 || a.Sq == 0 || a.B == 0)
-        return status;
     typedef shared<BIAS_WIDTH> own;
-    const int64_t tiles = tiles_of(shape[2], own::ROWS);
-    const int64_t key_tiles = shape[3] == 1 ? 1 : tiles_of(keys, own::COLUMNS);
-    return launch(dbias_portable, shape[0] * shape[1] * tiles * key_tiles, THREADS, sizeof(own), x, a, (int)tiles,
-                  (int)key_tiles, (int)keys);
+    const int64_t tiles = tiles_of(a.bias_shape[2], own::ROWS);
+    const int64_t key_tiles = a.bias_shape[3] == 1 ? 1 : tiles_of(keys, own::COLUMNS);
+    return launch(dbias_portable, (int64_t)a.bias_shape[0] * a.bias_shape[1] * tiles * key_tiles, THREADS, sizeof(own),
+                  x, a, (int)tiles, (int)key_tiles, keys);
 }

@@ -136,8 +136,10 @@ heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, cons
 
 heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x);
 
-/* backward_portable_bias.cu: d_bias, for every family. */
+/* dbias_mma.cu: d_bias, for every family. In fp32, on Turing and for rows that are not aligned it is computed by
+ * backward_portable_bias.cu, from so many keys on the stride. */
 heed_status heed_cuda_bias_gradient(const args &a, const heed_exec *x);
+heed_status heed_cuda_bias_gradient_portable(const args &a, int keys, const heed_exec *x);
 
 /* How every launch begins. While it lives the call's device is current; a holds the kernels' arguments, and what all
  * families share is done or under way: rows of padding, delta, the gradients of sink and bias. status: the first error.
