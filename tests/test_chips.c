@@ -334,7 +334,8 @@ TEST(masks_and_biases_on_hopper_get_their_own_kernels)
           "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 128 keys" },
         { HEED_BACKWARD, 63, 1000, 64, 1008, "sm90scores_bf16: passed over: is for 64 rows and more" },
         { HEED_BACKWARD, 64, 1000, 64, 1008, "sm90scores_bf16: taken" },
-        { HEED_BACKWARD, 300, 1000, 72, 1008, "sm90scores_bf16: passed over: takes head_dim up to 64, this is 72" },
+        { HEED_BACKWARD, 300, 1000, 128, 1008, "sm90scores_bf16: taken" },
+        { HEED_BACKWARD, 300, 1000, 136, 1008, "sm90scores_bf16: passed over: takes head_dim up to 128, this is 136" },
         { HEED_BACKWARD, 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" },
     };
     char best[64];

@@ -46,7 +46,7 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
             HEED_FOR_ROOM
 
 #define HEED_NEEDS_backward_sm90scores                                                                                 \
-    90, 90, 227 * 1024, 64,                                                                                            \
+    90, 90, 227 * 1024, 128,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SINK |       \
             HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_GRADIENTS | HEED_USES_ORDER |          \
             HEED_USES_LOOSE | HEED_FOR_TERMS | HEED_FOR_ROOM

@@ -81,6 +81,7 @@ struct backward_job {
     bool any_order;             /* dQ may be summed in: see keep_turns() */
     bool second;                /* the kernel before has waited for all that this one needs */
     bool grouped;               /* the keys' order is that of group_of() */
+    int more_dS, more_dQ;       /* 1: there is a second tile; where the kernel LENDS */
 };
 
 /* One tile of own rows of a sequence and the columns that they see, the same for all heads. Of each group of 64 rows:
@@ -247,10 +248,10 @@ struct backward_shape {
     static constexpr int WORKS = ADDS || SOON ? 2 : SLOTS; /* pieces of work that are known at a time */
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
     static constexpr int STAGE_AT = ADDS && D < 128 ? 1024 : 16; /* a multiple of this */
-    /* Scores have a bias, a mask or ALiBi: backward_sm90_scores.cuh, which also says what a warpgroup keeps of them. */
-    static constexpr bool TERMS = false;
-    struct group_terms {
-    };
+    /* Scores have a bias, a mask or ALiBi, for which there are so many bytes: backward_sm90_scores.cuh. Where these are too
+     * few, the kernel LENDS the second tile of dS, or of dQ, or both, to a problem that needs more. */
+    static constexpr bool TERMS = false, LENDS = false;
+    static constexpr int SCORE_BYTES = 0;
 };
 
 template <class C> struct backward_shared {
@@ -259,11 +260,14 @@ template <class C> struct backward_shared {
     char second[C::SECOND][C::BYTES];
     /* [64 queries][ROWS keys], in boxes of 64 keys; dS of a P that passes takes its place. */
     char dS[C::ADDS && !C::PASS ? C::DS : 1][C::ADDS && !C::PASS ? C::ROWS * 128 : 16];
+    /* A bias or mask; where the last dS or the tile of dQ behind this are lent, with them. */
+    char scores[C::SCORE_BYTES];
+    float4 lent_stage[C::LENDS ? COLUMNS * C::HEAD / 4 : 0];
     uint4 terms[C::ADDS && !C::NUMBERS ? C::FIRST : 1][C::ADDS && !C::NUMBERS ? COLUMNS : 1],
         ones[3][C::ADDS && !C::NUMBERS ? 8 : 1]; /* see add_term(); memcheck wants 2 KB from each on */
     /* Tiles of dQ on their way to the sums. At D = 128 there is no room to align them. */
-    alignas(C::STAGE_AT) float4 stage[C::ADDS ? 2 : 1][C::ADDS ? COLUMNS * C::HEAD / 4 : 1];
-    uint4 pass[C::PASS ? C::PASS : 1][C::PASS ? COLUMNS / 16 * 128 : 1];
+    alignas(C::STAGE_AT) float4 stage[C::ADDS && !C::LENDS ? 2 : 1][C::ADDS ? COLUMNS * C::HEAD / 4 : 1];
+    uint4 pass[C::PASS][COLUMNS / 16 * 128];
     float L[C::NUMBERS ? C::FIRST : 1][C::NUMBERS ? COLUMNS : 1];
     float delta[C::NUMBERS ? C::SECOND : 1][C::NUMBERS ? COLUMNS : 1]; /* of the tiles in the rings */
     int care[C::KEYS ? C::FIRST : 1][C::GROUPS];                       /* see care_for() */
@@ -346,6 +350,29 @@ template <class C> __device__ inline char *own_tile(backward_shared<C> &s, int n
 __device__ inline bool is_left_out(const args &a, float lse)
 {
     return a.bias.data && fabsf(lse) > 4096.0f && fabsf(lse) < CUDART_INF_F;
+}
+
+/* Which of the tiles of dS, and of those of dQ that wait for their turn, a tile of queries has, and the parity of its turn
+ * there. */
+template <class C> __device__ inline int dS_slot(const backward_job &p, int tile)
+{
+    return C::LENDS ? tile & p.more_dS : tile % C::DS;
+}
+
+template <class C> __device__ inline int dS_parity(const backward_job &p, int tile)
+{
+    return (C::LENDS ? tile >> p.more_dS : tile / C::DS) & 1;
+}
+
+/* Where dQ LEAVES with the last keys, there are two of the latter. Where the kernel LENDS, they lie apart. */
+template <class C, bool LEAVES> __device__ inline int stage_slot(const backward_job &p, int tile)
+{
+    return C::LENDS && !LEAVES ? tile & p.more_dQ : tile % 2;
+}
+
+template <class C, bool LEAVES> __device__ inline int stage_parity(const backward_job &p, int tile)
+{
+    return (C::LENDS && !LEAVES ? tile >> p.more_dQ : tile / 2) & 1;
 }
 
 /* Known to be the same in all lanes. */

@@ -10,6 +10,7 @@
 
 /* backward_sm90_scores.cuh, where C::TERMS. */
 template <class C> __device__ inline bool are_sequences_together(const backward_job &p);
+template <class C> __device__ inline void note_tile(backward_shared<C> &s, int tile, int head, int column);
 
 /* Which piece of work a number stands for: `together` heads at a time, and of these the longest rows first. Under a
  * causal mask the first keys meet most queries and the last queries most keys. Heads that are left over join the last ones:
@@ -141,6 +142,8 @@ __device__ inline void bring_terms(const backward_job &p, backward_shared<C> &s,
             wait(shared_address(&s.first_free[first]), tile / C::FIRST & 1 ^ 1);
             if (lane < C::GROUPS)
                 s.care[first][lane] = care_for(w, lane, column, any);
+            if constexpr (C::TERMS)
+                note_tile(s, tile, head, column);
         };
         if constexpr (C::NUMBERS) {
             const auto bring = [&](float *to, float x, float y, uint64_t *full) {
@@ -373,7 +376,9 @@ __device__ inline void take_turn(const backward_job &p, backward_shared<C> &s, c
 {
     const int after = LEAVES || row / COLUMNS < w.alone ? w.turn : p.grouped ? w.tile + 2 : 0;
     const bool first = LEAVES ? !share.adds(tile) : after == 0, last = LEAVES && share.leaves(tile);
-    const uint32_t stage = shared_address(s.stage[tile % 2]), free = shared_address(&s.stage_free[tile % 2]);
+    const int slot = stage_slot<C, LEAVES>(p, tile);
+    const uint32_t stage = shared_address(C::LENDS ? s.stage[0] + slot * (s.lent_stage - s.stage[0]) : s.stage[slot]),
+                   free = shared_address(&s.stage_free[slot]);
     const int bytes = min(COLUMNS, (w.columns - row + 15) / 16 * 16) * p.sums.width * (int)sizeof(float);
     int *const turn = p.turns + place_of(p.a, w.turns + row / COLUMNS, h);
     float *sums = p.sums.at(h, w.sums, row);

@@ -17,7 +17,6 @@ template <class C> struct key_group {
     int group, slot; /* slot: of the work */
     int from, first; /* its first tile, and the first that the group meets */
     int care;        /* of the tile to come */
-    typename C::group_terms terms;
 };
 
 /* backward_sm90_scores.cuh, where C::TERMS: from products to all that is in the exponent. */
@@ -103,8 +102,8 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
     for (; count > 0; count--) {
         if constexpr (C::ADDS) {
             const uint32_t none[COLUMNS / 16][4] = {};
-            hand_over<C>(s, none, tile, x.group);
-            announce(s, tile);
+            hand_over<C>(p, s, none, tile, x.group);
+            announce(p, s, tile);
             sum_behind<T, C>(p, x, s, tile);
         }
         if constexpr (C::TERMS)
@@ -112,6 +111,17 @@ __device__ inline int pass_by(const backward_job &p, key_group<C> &x, backward_s
         tile = skip(s, tile, 1);
     }
     return tile;
+}
+
+/* K (0) or V (1) of a group of 64 keys. Where there are few registers, worked out for each product. */
+template <class C> __device__ inline uint64_t keys_of(const key_group<C> &x, backward_shared<C> &s, int which)
+{
+    if (!C::TERMS)
+        return which ? x.V : x.K;
+    int slot = x.slot, group = x.group;
+    if (C::NARROW)
+        asm volatile("" : "+r"(slot), "+r"(group));
+    return tile_at(shared_address(own_tile(s, slot, which)) + group * 8192);
 }
 
 /* The product's columns, which are queries, have terms that all rows share: -L / c for S^T (0), -delta for dP^T (1). One
@@ -155,7 +165,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
         if (C::APART)
             wait(shared_address(&s.values_full), x.slot);
         wgmma_fence();
-        multiply_rows<T, D, C::ROWS, COLUMNS>(dP, x.V, dO); /* dP^T = V dO^T */
+        multiply_rows<T, D, C::ROWS, COLUMNS>(dP, keys_of(x, s, 1), dO); /* dP^T = V dO^T */
         add_term(dP, s, tile, 1);
         wgmma_commit();
     };
@@ -190,7 +200,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     const auto start_next = [&] {
         wait_first(s, tile + 1);
         wgmma_fence();
-        multiply_rows<T, D, C::ROWS, COLUMNS>(next, x.K, first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
+        multiply_rows<T, D, C::ROWS, COLUMNS>(next, keys_of(x, s, 0),
+                                              first_tile(s, tile + 1)); /* S^T = K Q^T of the next */
         add_term(next, s, tile + 1, 0);
         wgmma_commit();
         if (C::WAYS & AHEAD)
@@ -212,10 +223,10 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if (C::APART && LAST)
         release(&s.values_free);
     if constexpr (C::ADDS) {
-        hand_over<C>(s, x.dS, tile, x.group);
+        hand_over<C>(p, s, x.dS, tile, x.group);
         if (!C::OWNERS) {
             if (!p.any_order) /* others wait for it */
-                announce(s, tile);
+                announce(p, s, tile);
             wgmma_wait<NEXT ? 1 : 0>(); /* dV, whose P makes room for dQ */
         }
     }
@@ -226,7 +237,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     wgmma_commit();
     if constexpr (C::ADDS) {
         if (C::OWNERS || p.any_order)
-            announce(s, tile);
+            announce(p, s, tile);
         sum_behind<T, C>(p, x, s, tile);
         if (!NEXT && !LAST && !C::OWNERS)
             start_next();
@@ -261,7 +272,7 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
     if (uniform(begin < end)) {
         wait_first(s, tile);
         wgmma_fence();
-        multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, x.K, first_tile(s, tile));
+        multiply_rows<T, C::D, C::ROWS, COLUMNS>(x.S, keys_of(x, s, 0), first_tile(s, tile));
         add_term(x.S, s, tile, 0);
         wgmma_commit();
         if (C::WAYS & AHEAD)

@@ -13,8 +13,9 @@
 /* ---- What there is ----------------------------------------------------------------------------------------------- */
 
 struct score_maps : term_maps {
-    int stage_bytes, stages;
-    int landing;   /* bytes that arrive for a tile */
+    int stage_bytes, more_stages, at; /* a second stage: 1; at: from the first dS on */
+    int landing;                      /* bytes that arrive for a tile */
+    float query_step, key_step;       /* ALiBi: positions from one to the next */
     bool together; /* sequences that share a head's bias or mask meet it at the same time, so that it is read once */
 };
 
@@ -24,22 +25,38 @@ struct scored_job : backward_job {
 
 constexpr int BIAS_PIECE = COLUMNS * 128, MASK_PIECE = COLUMNS * 64;
 
-/* SCORE_BYTES: of the ring. */
+/* SCORE_BYTES: of the ring, if it needs no more than this. */
 template <int D, int ROWS, int SLOTS, int FIRST, int SECOND, int WAYS, int DS, int SCORE_BYTES_>
 struct scored_shape : backward_shape<true, D, ROWS, SLOTS, FIRST, SECOND, WAYS, DS> {
-    static constexpr bool TERMS = true;
-    static constexpr int SCORE_BYTES = SCORE_BYTES_, MOST_STAGES = 4;
-    /* ALiBi: from the lane's two keys to its first query of the sequence, and from query to query. */
-    struct group_terms {
-        float slope, distance[2], step;
-    };
+    using base = backward_shape<true, D, ROWS, SLOTS, FIRST, SECOND, WAYS, DS>;
+    static constexpr int SCORE_BYTES = SCORE_BYTES_, MOST_BYTES = base::GROUPS * (2 * BIAS_PIECE + MASK_PIECE);
+    static constexpr bool TERMS = true, LENDS = SCORE_BYTES < MOST_BYTES;
 };
 
 template <class C> struct scored_shared : backward_shared<C> {
-    alignas(1024) char scores[C::SCORE_BYTES];
-    uint64_t scores_full[C::MOST_STAGES], scores_free[C::MOST_STAGES];
-    int sequence[C::WORKS]; /* of a piece of work */
+    uint64_t scores_full[2], scores_free[2];
+    float distance[4 * C::GROUPS]; /* ALiBi: from a warp's first key to the sequence's first query */
+    int sequence[C::WORKS];        /* of a piece of work */
+    int2 met[C::FIRST];            /* head and first column of a tile */
 };
+
+/* What a bias or mask takes of a block's shared memory: second tiles of dS and dQ are left where 1. */
+struct score_room {
+    int more_dS, more_dQ, at, bytes; /* at: from the first dS on */
+};
+
+/* dQ's is taken last, so that dQ may leave with the last keys. */
+template <class C> static score_room room_for(int bytes)
+{
+    constexpr int dS = C::ROWS * 128, dQ = COLUMNS * C::HEAD * (int)sizeof(float);
+    score_room r = { 1, 1, C::DS * dS, C::SCORE_BYTES };
+    if (C::LENDS && bytes > C::SCORE_BYTES) {
+        r.more_dQ = bytes <= dS + C::SCORE_BYTES, r.more_dS = !r.more_dQ && bytes <= C::SCORE_BYTES + dQ;
+        r.at = (1 + r.more_dS) * dS;
+        r.bytes = (1 - r.more_dS) * dS + C::SCORE_BYTES + (1 - r.more_dQ) * dQ;
+    }
+    return r;
+}
 
 template <class C> __device__ inline scored_shared<C> &with_scores(backward_shared<C> &s)
 {
@@ -58,6 +75,12 @@ template <class C> __device__ inline void note_sequence(backward_shared<C> &s, i
         with_scores(s).sequence[slot] = b;
 }
 
+template <class C> __device__ inline void note_tile(backward_shared<C> &s, int tile, int head, int column)
+{
+    if (threadIdx.x % 32 == 0)
+        with_scores(s).met[tile % C::FIRST] = make_int2(head, column);
+}
+
 /* Asks for a tile's pieces: of all bias pieces, then of the mask. */
 template <class C>
 __device__ inline void bring_scores(const backward_job &p, backward_shared<C> &shared, int slot, int head, int column,
@@ -67,13 +90,13 @@ __device__ inline void bring_scores(const backward_job &p, backward_shared<C> &s
     scored_shared<C> &s = with_scores(shared);
     if (!m.landing)
         return;
-    const int turn = tile / m.stages, stage = tile - turn * m.stages;
-    wait(shared_address(&s.scores_free[stage]), turn & 1 ^ 1);
+    const int stage = tile & m.more_stages;
+    wait(shared_address(&s.scores_free[stage]), tile >> m.more_stages & 1 ^ 1);
     if (threadIdx.x % 32)
         return;
     const uint32_t full = shared_address(&s.scores_full[stage]);
     const int key = s.work[slot].tile * C::ROWS, b = s.sequence[slot];
-    uint32_t to = shared_address(s.scores) + stage * m.stage_bytes;
+    uint32_t to = shared_address(s.dS[0]) + m.at + stage * m.stage_bytes;
     arrive_expecting(full, m.landing);
     for (int n = 0; n < C::GROUPS * m.bias_pieces; n++, to += BIAS_PIECE)
         load_box(to, m.bias.map, key + n * (COLUMNS / m.bias_pieces), m.bias_rows == 1 ? 0 : column,
@@ -90,10 +113,10 @@ __device__ inline void bring_scores(const backward_job &p, backward_shared<C> &s
 
 /* S = c S + unit bias. A matrix of 8 queries and 8 keys, transposed, is what the lanes have. */
 template <class T>
-__device__ inline void add_bias(float (&S)[COLUMNS / 2], uint32_t piece, int rows, float c, float unit)
+__device__ inline void add_bias(float (&S)[COLUMNS / 2], int thread, uint32_t piece, int rows, float c, float unit)
 {
-    const int lane = threadIdx.x % 32, down = rows == 1 ? 0 : 1024, query = rows == 1 ? 0 : lane / 16 * 8 + lane % 8;
-    uint32_t from = piece + query * 128 + ((threadIdx.x / 32 % 4 * 2 + lane / 8 % 2 ^ query % 8) << 4);
+    const int lane = thread % 32, down = rows == 1 ? 0 : 1024, query = rows == 1 ? 0 : lane / 16 * 8 + lane % 8;
+    uint32_t from = piece + query * 128 + ((thread / 32 % 4 * 2 + lane / 8 % 2 ^ query % 8) << 4);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 8; i += 2, from += 2 * down) {
         uint32_t x[4];
@@ -108,9 +131,10 @@ __device__ inline void add_bias(float (&S)[COLUMNS / 2], uint32_t piece, int row
 }
 
 /* The same in fp32, where two warps share a piece: all banks are met once. */
-__device__ inline void add_wide_bias(float (&S)[COLUMNS / 2], const char *piece, int rows, float c, float unit)
+__device__ inline void add_wide_bias(float (&S)[COLUMNS / 2], int thread, const char *piece, int rows, float c,
+                                     float unit)
 {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, query = rows == 1 ? 0 : lane % 4 * 2;
+    const int lane = thread % 32, warp = thread / 32 % 4, query = rows == 1 ? 0 : lane % 4 * 2;
     const int down = rows == 1 ? 0 : 1024, next = rows == 1 ? 0 : 128, swap = rows == 1 ? 0 : 16;
     const int at = query * 128 + ((warp % 2 * 4 + lane / 16 ^ query) << 4) + lane / 4 % 4 * 4;
     const char *const pieces = piece + warp / 2 * BIAS_PIECE;
@@ -127,23 +151,26 @@ __device__ inline void add_wide_bias(float (&S)[COLUMNS / 2], const char *piece,
             }
 }
 
-/* S = c S - slope |distance|. d: of the lane's first query. Where all queries are on one side of the warp's keys it is a
- * line. */
-__device__ inline void add_alibi(float (&S)[COLUMNS / 2], const float (&d)[2], float step, float slope, float c)
+/* S = c S - slope |distance|. first: from the warp's first key to the tile's first query; step, down: from query to query,
+ * and from key to key. Where 16 queries are on one side of the warp's keys it is a line. */
+__device__ inline void add_alibi(float (&S)[COLUMNS / 2], int thread, float first, float step, float down, float slope,
+                                 float c)
 {
-    const float far = (COLUMNS - 7) * step;
-    const bool after = fminf(fminf(d[0], d[1]), fminf(d[0] + far, d[1] + far)) >= 0.0f,
-               before = fmaxf(fmaxf(d[0], d[1]), fmaxf(d[0] + far, d[1] + far)) <= 0.0f;
-    const bool all_after = __all_sync(~0u, after);
-    if (all_after || __all_sync(~0u, before)) {
-        const float rise = all_after ? -slope : slope, along = rise * step;
+    const float own = (float)(thread % 4 * 2) * step - (float)(thread % 32 / 4) * down;
 #pragma unroll
-        for (int e = 0; e < COLUMNS / 2; e++)
-            S[e] = fmaf(S[e], c, fmaf((float)column_of(e), along, rise * d[e / 2 % 2]));
-    } else
+    for (int k = 0; k < COLUMNS / 16; k++, first += 16.0f * step) {
+        const float d[2] = { first + own, first + own - 8.0f * down };
+        const bool after = first - 15.0f * down >= 0.0f, before = first + 15.0f * step <= 0.0f;
+        if (after || before) {
+            const float rise = after ? -slope : slope, along = rise * step, from[2] = { rise * d[0], rise * d[1] };
 #pragma unroll
-        for (int e = 0; e < COLUMNS / 2; e++)
-            S[e] = fmaf(S[e], c, -slope * fabsf(fmaf((float)column_of(e), step, d[e / 2 % 2])));
+            for (int e = 0; e < 8; e++)
+                S[8 * k + e] = fmaf(S[8 * k + e], c, fmaf((float)column_of(e), along, from[e / 2 % 2]));
+        } else
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+                S[8 * k + e] = fmaf(S[8 * k + e], c, -slope * fabsf(fmaf((float)column_of(e), step, d[e / 2 % 2])));
+    }
 }
 
 /* Each byte that is not 0 as 1. */
@@ -152,10 +179,10 @@ __device__ inline uint32_t set_bytes(uint32_t x) { return ((x & 0x7f7f7f7f) + 0x
 /* Most tiles of most masks hide nothing: then all bytes are 1. Else each lane has, of 16 pairs of queries, two neighbouring
  * keys: it makes a number of them, with bit i of a byte for queries 8 i on, and gets those of its own keys from the lanes
  * that have them. */
-__device__ inline void apply_mask(float (&S)[COLUMNS / 2], uint32_t piece, int rows)
+__device__ inline void apply_mask(float (&S)[COLUMNS / 2], int thread, uint32_t piece, int rows)
 {
-    const int lane = threadIdx.x % 32, query = rows == 1 ? 0 : lane;
-    const uint32_t from = piece + query * 64 + ((threadIdx.x / 32 % 4 ^ query / 2 % 4) << 4);
+    const int lane = thread % 32, query = rows == 1 ? 0 : lane;
+    const uint32_t from = piece + query * 64 + ((thread / 32 % 4 ^ query / 2 % 4) << 4);
     uint32_t x[4], y[4];
     load_matrices_transposed(x, from), load_matrices_transposed(y, from + (rows == 1 ? 0 : 2048));
     const uint32_t all = x[0] & x[1] & x[2] & x[3] & y[0] & y[1] & y[2] & y[3];
@@ -178,28 +205,34 @@ __device__ inline void apply_mask(float (&S)[COLUMNS / 2], uint32_t piece, int r
 }
 
 /* S = (S - lse) log2 e, of the lse that are left out of S; w, head, column: of the tile. */
-__device__ inline void subtract_lse(float (&S)[COLUMNS / 2], const args &a, const piece &w, int head, int column)
+__device__ inline void subtract_lse(float (&S)[COLUMNS / 2], int thread, const args &a, const piece &w, int head,
+                                    int column)
 {
-    const int first = column + threadIdx.x % 4 * 2;
+    float own[2]; /* of two queries for each lane, which it gives to those that have them */
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int n = min(column + half * 32 + thread % 32, w.columns - 1); /* nobody sees others */
+        const float lse = ((const float *)a.lse.data)[row_at(a.lse, w.other_batch, head, w.other_row + n)];
+        own[half] = is_left_out(a, lse) ? lse : 0.0f;
+    }
 #pragma unroll
     for (int e = 0; e < COLUMNS / 2; e += e % 2 ? 3 : 1) {
-        const int n = first + column_of(e);
-        const float own = n < w.columns ? load(a.lse, row_at(a.lse, w.other_batch, head, w.other_row + n)) : 0.0f;
-        const float lse = is_left_out(a, own) ? own : 0.0f;
+        const float lse = __shfl_sync(~0u, own[column_of(e) / 32], column_of(e) % 32 + thread % 4 * 2);
         S[e] = (S[e] - lse) * LOG2E, S[e + 2] = (S[e + 2] - lse) * LOG2E;
     }
 }
 
 /* Whether a tile has queries whose lse is left out of S: only one that needs care. By whole warps. */
-template <class C> __device__ inline bool leaves_out(const key_group<C> &x, const scored_shared<C> &s, int tile)
+template <class C>
+__device__ inline bool leaves_out(const key_group<C> &x, const scored_shared<C> &s, int thread, int tile)
 {
-    const uint4 *const terms = s.terms[tile % C::FIRST] + threadIdx.x % 32;
+    const uint4 *const terms = s.terms[tile % C::FIRST] + thread % 32;
     return x.care >= 0 && __any_sync(~0u, has_left_out(terms[0]) || has_left_out(terms[32]));
 }
 
 template <class C> __device__ inline float slope_of(const backward_job &p, backward_shared<C> &s, int slot, int head)
 {
-    return load(p.a.alibi, row_at(p.a.alibi, with_scores(s).sequence[slot], head, 0));
+    return ((const float *)p.a.alibi.data)[row_at(p.a.alibi, with_scores(s).sequence[slot], head, 0)];
 }
 
 /* A piece of work. */
@@ -209,33 +242,30 @@ template <class C> __device__ inline void begin_terms(const backward_job &p, key
         return;
     const piece &w = s.work[x.slot];
     const span q = span_of(p.a, with_scores(s).sequence[x.slot]);
-    const int lane = threadIdx.x % 32, key = w.tile * C::ROWS + x.group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    x.terms.slope = slope_of(p, s, x.slot, first_head<C>(p, w));
-    x.terms.step = (float)q.p_step;
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-        x.terms.distance[half] = (float)(q.p0 + lane % 4 * 2 * q.p_step - q.r0 - (key + 8 * half) * q.r_step);
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0)
+        with_scores(s).distance[warp] = (float)(q.p0 - q.r0 - (w.tile * C::ROWS + warp * 16) * q.r_step);
+    __syncwarp();
 }
 
-template <class C> __device__ inline void wait_scores(const score_maps &m, scored_shared<C> &s, int turn, int stage)
+template <class C> __device__ inline void wait_scores(const score_maps &m, scored_shared<C> &s, int tile)
 {
     if (m.landing)
-        wait(shared_address(&s.scores_full[stage]), turn & 1);
+        wait(shared_address(&s.scores_full[tile & m.more_stages]), tile >> m.more_stages & 1);
 }
 
-template <class C> __device__ inline void release_scores(const score_maps &m, scored_shared<C> &s, int stage)
+template <class C> __device__ inline void release_scores(const score_maps &m, scored_shared<C> &s, int tile)
 {
     if (m.landing)
-        release(&s.scores_free[stage]);
+        release(&s.scores_free[tile & m.more_stages]);
 }
 
 /* A tile that this group has no use for. */
 template <class C> __device__ inline void pass_scores(const backward_job &p, backward_shared<C> &s, int tile)
 {
     const score_maps &m = maps_of(p);
-    const int turn = tile / m.stages, stage = tile - turn * m.stages;
-    wait_scores(m, with_scores(s), turn, stage);
-    release_scores(m, with_scores(s), stage);
+    wait_scores(m, with_scores(s), tile);
+    release_scores(m, with_scores(s), tile);
 }
 
 /* A tile whose products are there. */
@@ -244,43 +274,34 @@ __device__ inline void apply_terms(const backward_job &p, key_group<C> &x, backw
 {
     const score_maps &m = maps_of(p);
     scored_shared<C> &s = with_scores(shared);
-    const int turn = tile / m.stages, stage = tile - turn * m.stages;
-    const char *const from = s.scores + stage * m.stage_bytes;
-    const piece &w = s.work[x.slot];
-    const int heads = heads_of<C>(p, w);
-    const bool apart = m.bias_pieces && leaves_out(x, s, tile);
-    int head = 0, column = 0; /* of the tile, where it matters */
-    if (apart || p.a.alibi.data) {
-        const int step = (tile - x.from) / heads;
-        head = first_head<C>(p, w) + tile - x.from - step * heads, column = column_at<C>(w, step);
-    }
+    const int thread = thread_anew();
+    const char *const from = s.dS[0] + m.at + (tile & m.more_stages) * m.stage_bytes;
+    const int2 &met = s.met[tile % C::FIRST];
+    const bool apart = m.bias_pieces && leaves_out(x, s, thread, tile);
     const float unit = apart ? 1.0f : LOG2E;
     float c = apart ? p.rule.c * (1.0f / LOG2E) : p.rule.c;
-    wait_scores(m, s, turn, stage);
+    wait_scores(m, s, tile);
     if (m.bias_pieces) {
         const char *const piece = from + x.group * m.bias_pieces * BIAS_PIECE;
         if (m.bias_pieces == 1)
-            add_bias<T>(x.S, shared_address(piece), m.bias_rows, c, unit);
+            add_bias<T>(x.S, thread, shared_address(piece), m.bias_rows, c, unit);
         else
-            add_wide_bias(x.S, piece, m.bias_rows, c, unit);
+            add_wide_bias(x.S, thread, piece, m.bias_rows, c, unit);
         c = 1.0f;
     }
     if (p.a.alibi.data) {
-        const float on = (float)column * x.terms.step;
-        const float d[2] = { x.terms.distance[0] + on, x.terms.distance[1] + on };
-        if (heads > 1)
-            x.terms.slope = slope_of(p, shared, x.slot, head);
-        add_alibi(x.S, d, x.terms.step, x.terms.slope * unit, c);
+        const float first = __shfl_sync(~0u, s.distance[thread / 32] + (float)met.y * m.query_step, 0);
+        add_alibi(x.S, thread, first, m.query_step, m.key_step, slope_of(p, shared, x.slot, met.x) * unit, c);
     } else if (!m.bias_pieces)
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; e++)
             x.S[e] *= c;
     if (apart)
-        subtract_lse(x.S, p.a, w, head, column);
+        subtract_lse(x.S, thread, p.a, s.work[x.slot], met.x, met.y);
     if (m.mask_pieces)
-        apply_mask(x.S, shared_address(from + C::GROUPS * m.bias_pieces * BIAS_PIECE + x.group * MASK_PIECE),
+        apply_mask(x.S, thread, shared_address(from + C::GROUPS * m.bias_pieces * BIAS_PIECE + x.group * MASK_PIECE),
                    m.mask_rows);
-    release_scores(m, s, stage);
+    release_scores(m, s, tile);
 }
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
@@ -291,7 +312,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) backward_sm90scores(const __gri
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(scored_shared<C> *)memory;
     if (threadIdx.x == 0)
-        for (int i = 0; i < C::MOST_STAGES; i++) {
+        for (int i = 0; i < 2; i++) {
             barrier_init(shared_address(&s.scores_full[i]), 1);
             barrier_init(shared_address(&s.scores_free[i]), 128 * C::CONSUMERS);
         }
@@ -303,7 +324,6 @@ static bool is_by_head(const view &t) { return t.data && t.stride[0] == 0 && t.s
 template <class C> static heed_status run_scored(const backward_job &p, int blocks, const heed_exec *x)
 {
     static_assert(sizeof(scored_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
-    static_assert(C::SCORE_BYTES >= C::GROUPS * (2 * BIAS_PIECE + MASK_PIECE), "a tile of bias and mask");
     scored_job job;
     score_maps &m = job.m;
     static_cast<backward_job &>(job) = p;
@@ -311,13 +331,22 @@ template <class C> static heed_status run_scored(const backward_job &p, int bloc
     if (status)
         return status;
     m.stage_bytes = C::GROUPS * (m.bias_pieces * BIAS_PIECE + m.mask_pieces * MASK_PIECE);
-    m.stages = m.stage_bytes ? HEED_MIN(C::SCORE_BYTES / m.stage_bytes, C::MOST_STAGES) : 1;
+    const score_room room = room_for<C>(m.stage_bytes);
+    m.at = room.at, job.more_dS = room.more_dS, job.more_dQ = room.more_dQ;
+    m.more_stages = room.bytes >= 2 * m.stage_bytes;
+    m.query_step = (float)p.a.p_step, m.key_step = (float)p.a.r_step;
     m.together = is_by_head(p.a.bias) || is_by_head(p.a.mask);
     m.landing = C::GROUPS * (m.bias_pieces * m.bias_rows * 128 + m.mask_pieces * m.mask_rows * 64);
     return launch_next(p.a.q.dtype == HEED_F16 ? backward_sm90scores<__half, C> : backward_sm90scores<__nv_bfloat16, C>,
                        blocks, C::THREADS, sizeof(scored_shared<C>), x, job);
 }
 
-template <class C> static backward_kernel scored_kernel() { return { C::D, C::ROWS, C::OWNERS != 0, run_scored<C> }; }
+template <class C> static backward_kernel scored_kernel(const heed_problem *p)
+{
+    const auto bytes = [](const heed_tensor &t) {
+        return t.data ? C::ROWS * COLUMNS * (int)heed_dtype_size(t.dtype) : 0;
+    };
+    return { C::D, C::ROWS, room_for<C>(bytes(p->a.bias) + bytes(p->a.mask)).more_dQ != 0, run_scored<C> };
+}
 
 #endif

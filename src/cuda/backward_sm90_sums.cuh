@@ -7,29 +7,30 @@
 
 #include "backward_sm90.cuh"
 
-template <class C> __device__ inline uint32_t dS_at(const backward_shared<C> &s, int tile)
+template <class C> __device__ inline uint32_t dS_at(const backward_job &p, const backward_shared<C> &s, int tile)
 {
-    return shared_address(s.dS[0]) + tile % C::DS * (C::ROWS * 128);
+    return shared_address(s.dS[0]) + dS_slot<C>(p, tile) * (C::ROWS * 128);
 }
 
 /* dS of 64 keys, transposed: rows of queries. It is there for others once it is announced, which takes a while: where
  * nobody waits for it at once, the tensor core should have something to do. */
 template <class C>
-__device__ inline void hand_over(backward_shared<C> &s, const uint32_t (&dS)[COLUMNS / 16][4], int tile, int group)
+__device__ inline void hand_over(const backward_job &p, backward_shared<C> &s, const uint32_t (&dS)[COLUMNS / 16][4],
+                                 int tile, int group)
 {
     const int lane = threadIdx.x % 32, query = lane / 16 * 8 + lane % 8,
               chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-    const uint32_t to = dS_at(s, tile) + group * COLUMNS * 128 + query * 128 + ((chunk ^ query % 8) << 4);
-    wait(shared_address(&s.ds_free[tile % C::DS]), tile / C::DS & 1 ^ 1);
+    const uint32_t to = dS_at(p, s, tile) + group * COLUMNS * 128 + query * 128 + ((chunk ^ query % 8) << 4);
+    wait(shared_address(&s.ds_free[dS_slot<C>(p, tile)]), dS_parity<C>(p, tile) ^ 1);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 16; i++)
         store_matrices_transposed(to + i * 2048, dS[i][0], dS[i][1], dS[i][2], dS[i][3]);
 }
 
-template <class C> __device__ inline void announce(backward_shared<C> &s, int tile)
+template <class C> __device__ inline void announce(const backward_job &p, backward_shared<C> &s, int tile)
 {
     fence_async();
-    release(&s.ds_full[tile % C::DS]);
+    release(&s.ds_full[dS_slot<C>(p, tile)]);
 }
 
 /* N columns of a strip of 16 rows go out: those of the sums, which are there if reads, join them first. */
@@ -64,7 +65,7 @@ __device__ inline void sum_columns(const backward_job &p, backward_shared<C> &s,
     uint32_t own = shared_address(own_tile(s, n, 0));
     if (C::APART)
         asm volatile("" : "+r"(own)); /* worked out for each tile: there are few registers */
-    const uint64_t dS = tile_at(dS_at(s, tile)), K = tile_at(own + FIRST / 64 * (C::ROWS * 128), C::ROWS * 128);
+    const uint64_t dS = tile_at(dS_at(p, s, tile)), K = tile_at(own + FIRST / 64 * (C::ROWS * 128), C::ROWS * 128);
     float dQ[N / 2];
     wgmma_fence();
 #pragma unroll
@@ -73,16 +74,18 @@ __device__ inline void sum_columns(const backward_job &p, backward_shared<C> &s,
     wgmma_commit();
     wgmma_wait<0>();
     if (FIRST + N == C::D) {
-        release(&s.ds_free[tile % C::DS]);
+        release(&s.ds_free[dS_slot<C>(p, tile)]);
         if (last)
             release(&s.own_free[n % C::SLOTS]);
     }
+    const int slot = stage_slot<C, LEAVES>(p, tile);
     if (FIRST == 0)
-        wait(shared_address(&s.stage_free[tile % 2]), tile / 2 & 1 ^ !LEAVES); /* see take_turn() */
+        wait(shared_address(&s.stage_free[slot]), stage_parity<C, LEAVES>(p, tile) ^ !LEAVES); /* see take_turn() */
     const int warp = threadIdx.x / 32 % 4, width = p.sums.width;
-    float4 *const to = s.stage[tile % 2] + warp * (4 * width) + FIRST * 4 + threadIdx.x % 32;
+    float4 *const stage = C::LENDS ? s.stage[0] + slot * (s.lent_stage - s.stage[0]) : s.stage[slot];
+    float4 *const to = stage + warp * (4 * width) + FIRST * 4 + threadIdx.x % 32;
     if (LEAVES && share.leaves(tile)) {
-        see_out<T, C, N, FIRST>(dQ, p.a.scale, to, width, strip_at<C>(shared_address(s.stage[tile % 2]), width, warp),
+        see_out<T, C, N, FIRST>(dQ, p.a.scale, to, width, strip_at<C>(shared_address(stage), width, warp),
                                 share.reads(tile));
         return;
     }
@@ -98,7 +101,7 @@ __device__ inline void sum_queries(const backward_job &p, backward_shared<C> &s,
                                    const dq_share &share = {})
 {
     constexpr int N = C::OWNERS && C::D > 64 ? 64 : C::D;
-    wait(shared_address(&s.ds_full[tile % C::DS]), tile / C::DS & 1);
+    wait(shared_address(&s.ds_full[dS_slot<C>(p, tile)]), dS_parity<C>(p, tile));
     sum_columns<T, C, N, 0, LEAVES>(p, s, n, tile, last, share);
     if constexpr (N < C::D)
         sum_columns<T, C, C::D - N, N, LEAVES>(p, s, n, tile, last, share);

@@ -1,23 +1,28 @@
 /* The Hopper backward in one kernel (backward_sm90fused.cu) of scores to which a bias or ALiBi is added, or that a mask hides,
- * for head sizes to 64: with larger ones there is no room for a bias beside what passes through shared memory. */
+ * for head sizes to 128. */
 #include "backward_sm90_scores.cuh"
 
 /* One that can take heads in parts is as fast where it takes them whole. */
-static backward_form form_of()
+static backward_form form_of(const heed_problem *p)
 {
-    const backward_kernel kernel =
-        scored_kernel<scored_shape<64, 128, 2, 2, 2, EXACT | AHEAD | OWNER | SHARED, 2, 48 * 1024>>();
+    constexpr int WAYS = AHEAD | OWNER | SHARED;
+    const int head_dim = (int)HEED_MAX(p->D, p->Dv);
+    const backward_kernel kernel = head_dim <= 64
+                                       ? scored_kernel<scored_shape<64, 128, 2, 2, 2, EXACT | WAYS, 2, 48 * 1024>>(p)
+                                   : head_dim <= 96
+                                       ? scored_kernel<scored_shape<96, 128, 1, 2, 2, EXACT | WAYS, 2, 8 * 1024>>(p)
+                                       : scored_kernel<scored_shape<128, 128, 1, 2, 2, WAYS, 2, 0>>(p);
     return { {}, {}, kernel, kernel };
 }
 
 size_t heed_backward_workspace_sm90scores(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
-    return heed_sm90_backward_bytes(p, form_of());
+    return heed_sm90_backward_bytes(p, form_of(p));
 }
 
 heed_status heed_backward_sm90scores(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     (void)plan;
-    return heed_sm90_backward(p, form_of(), x);
+    return heed_sm90_backward(p, form_of(p), x);
 }
