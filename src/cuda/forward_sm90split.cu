@@ -197,7 +197,12 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             return;
         const auto part = [&]() { return S::part(group(), n); };
         const auto row = [&]() { return part() * 64 + thread_anew() / 32 % 4 * 16 + thread_anew() % 32 / 4; };
-        const int seen = w.seen[part()];
+        /* What is clear to its 64 rows, and which block they see first, may not depend on what tile they are in: the number
+         * of heads and the longest sequence of a batch decide on that. */
+        const auto low = [&](int i) { return w.low[part() * 64 + i]; };
+        const auto high = [&](int i) { return w.high[part() * 64 + i]; };
+        const int from = w.clear_from > 0 ? (min(low(0), low(63)) - w.first) / S::KEYS : 0;
+        const int seen = w.seen[part()] > from ? w.seen[part()] : 0;
         const int own = w.s.q_row + w.i0 + (part() * 64 < w.rows ? part() * 64 : 0);
         /* Where those of 32 blocks are, among them block j. */
         const auto shifts_at = [&](int j) {
@@ -207,7 +212,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         const int *const k_shifts = (const int *)split.k.shifts, *const v_shifts = (const int *)split.v.shifts;
         int first[2] = {}; /* asked for early, and looked at when Q is there */
         if (seen)
-            first[0] = k_shifts[shifts_at(0)], first[1] = v_shifts[shifts_at(0)];
+            first[0] = k_shifts[shifts_at(from)], first[1] = v_shifts[shifts_at(from)];
         wait(shared_address(&sh.q_full[group()]), n % 2);
         const shift *q_shift = split.q.shifts + split_at(split.q, w.s.q_batch, w.h, own);
         if (S::PARTS == 2 && by.q_whole) {
@@ -224,7 +229,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
 #pragma unroll
         for (int i = 0; i < S::HEAD / 2; i++)
             O[i] = 0.0f;
-        int least = 1000, j = 0;
+        int least = 1000, j = seen > 0 ? from : 0;
         operand hi, lo;
         /* What takes S of block j to logits. */
         const auto scale_of = [&](int j) {
@@ -234,7 +239,11 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             again |= q.s + k.s < by.exact_below || k.strange;
             return fmaxf(fminf(times_power(a.scale, -q.s - k.s), 3e38f), 1.2e-38f); /* as 0 -inf would be NaN */
         };
-        const auto is_edge = [&](int j) { return j < w.clear_from || j >= w.clear_to; };
+        const auto is_edge = [&](int j) {
+            const int key = w.first + j * S::KEYS;
+            return (j < w.clear_from && max(low(0), low(63)) > key) ||
+                   (j >= w.clear_to && min(high(0), high(63)) < key + S::KEYS);
+        };
         const auto weigh = [&](float(&s)[S::KEYS / 2], int j, float c, bool edge, float(&now)[2]) {
             if (edge)
                 hide<S>(s, w, row(), w.first + j * S::KEYS + thread_anew() % 4 * 2);
@@ -255,6 +264,17 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             return power(max(least - v.s, -127)) * (edge ? 1.0f : given_back<SPLIT_ROWS / 16>);
         };
         const auto release_q = [&]() { release(shared_address(&sh.q_empty[group()])); };
+        const auto skip = [&](int blocks) {
+#pragma unroll 1
+            for (; blocks > 0; blocks--) {
+                wait(k_full + 8 * at.at(), at.parity());
+                release(k_empty + 8 * at.at());
+                wait(v_full + 8 * at.at(), at.parity());
+                release(v_empty + 8 * at.at());
+                at.next();
+            }
+        };
+        skip(j);
         if (!S::OVERLAP) {
             if (seen == 0)
                 release_q();
@@ -330,14 +350,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         const int first_row = part() * 64;
         if (again && threadIdx.x % 32 == 0 && first_row < w.rows)
             split.q.marks[split_at(split.q, w.s.q_batch, w.h, w.s.q_row + w.i0 + first_row)] = split.zeros[2] = 1;
-#pragma unroll 1
-        for (int unseen = w.blocks - seen; unseen > 0; unseen--) {
-            wait(k_full + 8 * at.at(), at.parity());
-            release(k_empty + 8 * at.at());
-            wait(v_full + 8 * at.at(), at.parity());
-            release(v_empty + 8 * at.at());
-            at.next();
-        }
+        skip(w.blocks - seen);
         __syncwarp();
         release(shared_address(&sh.closed[only_now(n) % AHEAD]));
     }
