@@ -414,6 +414,8 @@ template <class S> static int64_t choose_tiles(const args &a, int units)
     const int clocks[] = { 0, 29, 31, 37, 46 }; /* of 64 keys, in hundreds, by warpgroups that have rows */
     const int64_t parts = tiles_of(a.Sq, 64), heads = (int64_t)a.B * a.Hq;
     int64_t best = tiles_of(a.Sq, S::ROWS), least = INT64_MAX;
+    if (S::HEAD == 128 && S::PARTS == 2 && heads * parts <= units)
+        best = parts; /* 64 rows take 29 for 40 of 128: less where there is room for all at once */
     for (int groups = S::GROUPS; groups > 0 && !S::OVERLAP; groups--) {
         const int64_t tiles = tiles_of(parts, groups), rounds = tiles_of(heads * tiles, units);
         const int64_t halves = a.left >= FAR && a.right >= FAR ? 2 * rounds * units
@@ -452,8 +454,10 @@ static heed_status run(const args &a, const split_tensors &split, bool q_whole, 
                        split_exact_below(a), q_whole };
     by.order.least = (int)(parts / tiles), by.order.few = (int)(tiles - parts % tiles);
     constexpr int BYTES = sizeof(split_shared<S>);
-    return S::HEAD == 64 ? launch_next(forward_sm90split<S>, blocks, S::THREADS, BYTES, x, a, q, k, v, split, by)
-                         : launch(forward_sm90split<S>, blocks, S::THREADS, BYTES, x, a, q, k, v, split, by);
+    /* Where each block has one tile, and with head sizes to 64, it gains to have begun when the pass ends. */
+    return S::HEAD == 64 || total <= units
+               ? launch_next(forward_sm90split<S>, blocks, S::THREADS, BYTES, x, a, q, k, v, split, by)
+               : launch(forward_sm90split<S>, blocks, S::THREADS, BYTES, x, a, q, k, v, split, by);
 }
 
 static size_t lay_out(const heed_problem *p, void *memory, split_tensors &split)
