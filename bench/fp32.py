@@ -59,7 +59,7 @@ RARE = {"logits to 500": lambda q, k, v, g: (100 * q, k, v, g)}  # by name alone
 # Shape, causal, key stride: of each kernel those that tell most. LONG is where HEED_TF32 makes a difference.
 SHORT = [((2, 8, 64, 64), False, 1), ((4, 4, 128, 32), True, 1), ((2, 8, 128, 64), False, 1), ((2, 8, 256, 64), True, 1),
          ((2, 8, 256, 64), False, 2), ((2, 4, 128, 128), False, 1), ((2, 4, 256, 128), False, 1),
-         ((2, 4, 128, 192), False, 1), ((2, 4, 256, 256), True, 1)]
+         ((2, 4, 128, 192), False, 1), ((2, 4, 256, 256), True, 1), ((2, 4, 300, 256), True, 1)]
 LONG = [((2, 4, 512, 64), False, 1), ((2, 4, 512, 64), True, 1), ((2, 4, 1024, 64), False, 2),
         ((1, 2, 2048, 128), False, 1)]
 TF32 = 1

@@ -177,8 +177,8 @@ enum {
 #define HEED_SHORT 256        /* rows or keys, */
 #define HEED_AT_ONCE 128      /* keys that such a kernel meets together, whatever the rows, */
 #define HEED_AT_ONCE_WIDE 96  /* with head sizes above 64 */
-#define HEED_SHORT_WIDE 192   /* with head sizes above 64 in fp32, or a mask or bias in 16 bits, */
-#define HEED_SHORT_WIDEST 128 /* with head sizes above 128, in 16 bits above 64 */
+#define HEED_SHORT_WIDE 192   /* with head sizes from 65 to 128 in fp32, or a mask or bias in 16 bits, */
+#define HEED_SHORT_WIDEST 128 /* above 64 in 16 bits, or above 128 with more than scale and band */
 
 #define HEED_ANY_ARCH INT32_MAX
 

@@ -409,9 +409,9 @@ TEST(few_rows_and_keys_get_kernels_of_their_own)
         { HEED_SHORT_WIDE, HEED_SHORT_WIDE, 128, "sm90exact_f32: taken", HEED_F32, "h200" },
         { 70, HEED_SHORT_WIDE + 1, 72,
           "sm90exact_f32: passed over: takes up to 192 keys of this head_dim, these are 193", HEED_F32, "h200" },
-        { HEED_SHORT_WIDEST, HEED_SHORT_WIDEST, 256, "sm90exact_f32: taken", HEED_F32, "h200" },
-        { 70, HEED_SHORT_WIDEST + 1, 136,
-          "sm90exact_f32: passed over: takes up to 128 keys of this head_dim, these are 129", HEED_F32, "h200" },
+        { HEED_SHORT, HEED_SHORT, 256, "sm90exact_f32: taken", HEED_F32, "h200" },
+        { 70, HEED_SHORT + 1, 136, "sm90exact_f32: passed over: takes up to 256 keys of this head_dim, these are 257",
+          HEED_F32, "h200" },
         { 1, 1, 8, "sm90short_f16: taken", HEED_F16, "h200" },
         { HEED_SHORT, HEED_SHORT, 64, "sm90short_bf16: taken", HEED_BF16, "h200" },
         { HEED_SHORT + 1, HEED_AT_ONCE + 1, 64,
@@ -446,6 +446,26 @@ TEST(few_rows_and_keys_get_kernels_of_their_own)
                              HEED_OK);
             if (!strstr(text, problems[n].says))
                 fail_msg("\"%s\" without \"%s\"", text, problems[n].says);
+        }
+}
+
+/* There are no registers for more than two tiles of them, docs/tuning/small.md. */
+TEST(wide_rows_with_more_than_scale_and_band_meet_fewer_keys)
+{
+    char text[4096];
+    for (int more = 0; more < 2; more++)
+        for (int pass = 0; pass < 2; pass++) {
+            const char
+                *const says = more ? "sm90exact_f32: passed over: takes up to 128 keys of this head_dim, these are 129"
+                                   : "sm90exact_f32: taken";
+            sample s = sample_of((heed_pass)pass, HEED_F32, 70, HEED_SHORT_WIDEST + more, 136, 136);
+            s.a.scale = -1;
+            if (!has_cuda_rows() ||
+                heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, "h200", text, sizeof text) != HEED_OK ||
+                !strstr(text, "sm90exact_f32"))
+                skip(); /* a build without them */
+            if (!strstr(text, says))
+                fail_msg("\"%s\" without \"%s\"", text, says);
         }
 }
 
@@ -612,6 +632,7 @@ int main(void)
         cmocka_unit_test(masks_and_biases_on_hopper_get_their_own_kernels),
         cmocka_unit_test(long_fp32_problems_get_their_own_kernels_on_hopper),
         cmocka_unit_test(few_rows_and_keys_get_kernels_of_their_own),
+        cmocka_unit_test(wide_rows_with_more_than_scale_and_band_meet_fewer_keys),
         cmocka_unit_test(plain_fp32_gets_no_tensor_cores),
         cmocka_unit_test(a_chip_without_what_a_kernel_needs_is_told_why),
         cmocka_unit_test(a_kernel_that_lacks_a_feature_says_which),

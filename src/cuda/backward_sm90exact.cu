@@ -7,12 +7,13 @@
  *     above               the same in two blocks of a cluster
  *
  * Of a round's dQ each block has what its keys make. The blocks of two neighbouring tiles of keys are in one cluster, and add it
- * up, some rows each; where there are more than two, what the others make is added by a second launch. Products of 64 terms are
- * made anew and added in fp32. */
+ * up, some rows each; where there are more than two, what the others make is added by a second launch. Rows of two blocks have a
+ * cluster for each tile then: of four blocks, of a multiprocessor each, few fit. Products of 64 terms are made anew and added in
+ * fp32. */
 #include "backward_sm90exact.cuh"
 
 constexpr int GROUPS = 2, THREADS = GROUPS * SHORT_THREADS;
-constexpr int TOGETHER = 2; /* tiles of keys in a cluster: with four, of blocks of a multiprocessor each, few fit */
+constexpr int TOGETHER = 2; /* tiles of keys that a cluster has at most */
 
 enum shared_out { QUERIES, HEADS, COLUMNS }; /* between the warpgroups of a block */
 
@@ -46,12 +47,13 @@ template <shared_out BY> __device__ static void sync_group(int group)
 
 /* ---- Clusters ---------------------------------------------------------------------------------------------------- */
 
-/* The tile of keys that is this block's of those in its cluster. */
-__device__ static int place_together() { return blockIdx.y % TOGETHER; }
+/* The tile of keys that is this block's of the one or two in its cluster, and the cluster among those of its head. */
+__device__ static int place_together() { return blockIdx.y & (cluster_height() - 1); }
+__device__ static int cluster_of_head() { return blockIdx.y >> (cluster_height() - 1); }
 
 /* The block of the cluster with the same keys and those columns, and with the same columns and those keys. */
-__device__ static int block_of_columns(int tile) { return place_together() + tile * (gridDim.y > 1 ? TOGETHER : 1); }
-__device__ static int block_of_keys(int keys) { return keys + cluster_place() * (gridDim.y > 1 ? TOGETHER : 1); }
+__device__ static int block_of_columns(int tile) { return place_together() + tile * cluster_height(); }
+__device__ static int block_of_keys(int keys) { return keys + cluster_place() * cluster_height(); }
 
 /* S, dP and delta of all columns, of 64 queries, from what each warpgroup's columns make of them. Those of a block meet in shared
  * memory, S in the first warpgroup and dP in the second; then those of two blocks, where there are two. Each sum is of the same
@@ -108,16 +110,18 @@ __device__ static float add_up_columns(exact_room<2> &room, int group, float (&S
     return unit;
 }
 
-/* Who meets the keys beyond those of the first cluster. */
-template <bool STEPS> __device__ static meeting meet_rest(const args &a, const span &s)
+/* Who meets the keys of a cluster, of so many keys each. */
+template <bool STEPS> __device__ static meeting meet_cluster(const args &a, const span &s, int cluster, int each)
 {
-    return meet<true, STEPS>(a, s, 64 * TOGETHER, s.keys);
+    const int first = cluster * each;
+    return first < s.keys ? meet<true, STEPS>(a, s, first, min(first + each, s.keys)) : meeting{};
 }
 
-/* Where what the keys beyond those of the first cluster make of dQ waits: at [sequence][head][row], rows as wide as those of dQ. */
-__device__ static float *rest_at(float *rest, const args &a, int b, int h, int row)
+/* Where what the keys beyond those of the first cluster make of dQ waits: at [cluster - 1][sequence][head][row], rows as wide as
+ * those of dQ. */
+__device__ static float *rest_at(float *rest, const args &a, int cluster, int b, int h, int row)
 {
-    return rest + (((int64_t)b * a.Hq + h) * a.Sq + row) * a.D;
+    return rest + ((((int64_t)(cluster - 1) * a.B + b) * a.Hq + h) * a.Sq + row) * a.D;
 }
 
 /* A round's dQ, of queries from `row` on of head h, from what all keys of the cluster make of it: this block's share. */
@@ -126,10 +130,11 @@ __device__ static void store_round(Room &room, const args &a, const span &s, int
 {
     constexpr int ROW = WIDTH / 4, ALL = 64 * ROW;
     constexpr int ONCE = WIDTH < 64 ? 3 : 2; /* loads that are on their way together: a divisor of all */
-    const int blocks = blockIdx.y / TOGETHER * (64 * TOGETHER) + 64 < s.keys ? TOGETHER : 1; /* that have keys */
-    const bool first = blockIdx.y < TOGETHER;
+    const int cluster = cluster_of_head(),
+              blocks = cluster * TOGETHER * 64 + 64 < s.keys ? cluster_height() : 1; /* of it that have keys */
+    const bool first = cluster == 0;
     float *const to = (first ? (float *)a.d_q.data + row_at(a.d_q, s.q_batch, h, s.q_row)
-                             : rest_at(rest, a, s.b, h, 0)) +
+                             : rest_at(rest, a, cluster, s.b, h, 0)) +
                       tile * WIDTH;
     const int64_t step = first ? a.d_q.stride[2] : a.D, head = first ? a.d_q.stride[1] : (int64_t)a.Sq * a.D;
 #pragma unroll 1
@@ -156,23 +161,37 @@ __device__ static void store_round(Room &room, const args &a, const span &s, int
     }
 }
 
-/* Adds the rest to dQ, 16 rows to a block. */
-__global__ void __launch_bounds__(THREADS) add_rest(const __grid_constant__ args a, float *rest)
+/* Adds the rest to dQ, 16 rows to a block, in the order of the keys. A cluster has so many. */
+__global__ void __launch_bounds__(THREADS) add_rest(const __grid_constant__ args a, float *rest, int each)
 {
+    constexpr int MOST = HEED_SHORT / 64 - 1;
     const int b = own_sequence(a), h = own_head(a), columns = a.D / 4;
     let_next_start();
     wait_for_last();
     const span s = span_of(a, b);
-    if (s.keys <= 64 * TOGETHER)
+    if (s.keys <= each)
         return;
-    const meeting m = meet_rest<true>(a, s);
+    meeting m[MOST];
+    int first = s.rows, last = 0; /* rows that have anything to add */
+#pragma unroll
+    for (int n = 0; n < MOST; n++) {
+        m[n] = meet_cluster<true>(a, s, n + 1, each);
+        if (m[n].first < m[n].last)
+            first = min(first, m[n].first), last = max(last, m[n].last);
+    }
     for (int i = threadIdx.x; i < 16 * columns; i += THREADS) {
         const int row = blockIdx.y * 16 + i / columns, column = i % columns * 4;
-        if (row < m.first || row >= m.last)
+        if (row < first || row >= last)
             continue;
         float4 *const to = (float4 *)((float *)a.d_q.data + row_at(a.d_q, s.q_batch, h, s.q_row + row) + column);
-        const float4 x = *(const float4 *)(rest_at(rest, a, b, h, row) + column), y = *to;
-        *to = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+        float4 y = *to;
+#pragma unroll
+        for (int n = 0; n < MOST; n++)
+            if (row >= m[n].first && row < m[n].last) {
+                const float4 x = *(const float4 *)(rest_at(rest, a, n + 1, b, h, row) + column);
+                y = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+            }
+        *to = y;
     }
 }
 
@@ -203,10 +222,10 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
         room.s = s;
         room.m = own0 < s.keys ? meet<true, GENERAL>(a, s, own0, min(own0 + SHORT_OWN, s.keys)) : meeting{};
         room.first = 0, room.last = s.rows; /* dQ of all is written by the first cluster */
-        if (blockIdx.y >= TOGETHER && own0 < s.keys && (a.left < FAR || a.right < FAR)) {
-            const meeting of_rest = meet_rest<GENERAL>(a, s);
-            room.first = of_rest.first < of_rest.last ? round_down(of_rest.first, ROUND) : 0;
-            room.last = max(of_rest.last, 1);
+        if (cluster_of_head() > 0 && own0 < s.keys && (a.left < FAR || a.right < FAR)) {
+            const meeting all = meet_cluster<GENERAL>(a, s, cluster_of_head(), 64 * cluster_height());
+            room.first = all.first < all.last ? round_down(all.first, ROUND) : 0;
+            room.last = max(all.last, 1);
         }
     }
     __syncthreads();
@@ -399,12 +418,23 @@ __global__ void __launch_bounds__(THREADS, 1) backward_sm90exact(const __grid_co
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-static bool has_rest(const heed_problem *p) { return p->full.keys > 64 * TOGETHER && p->g.d_q.data; }
+/* Tiles of keys in a cluster. */
+static int tiles_together(int64_t head_dim, int64_t keys)
+{
+    return keys <= 64 || (head_dim > 128 && keys > 64 * TOGETHER) ? 1 : TOGETHER;
+}
+
+/* Clusters of a head beyond the first. */
+static int64_t rests_of(const heed_problem *p)
+{
+    const int64_t keys = p->full.keys, each = 64 * tiles_together(HEED_MAX(p->D, p->Dv), keys);
+    return p->g.d_q.data && keys > 0 ? tiles_of(keys, each) - 1 : 0;
+}
 
 size_t heed_backward_workspace_sm90exact(const heed_problem *p, const heed_plan *plan)
 {
     (void)plan;
-    const size_t rest = has_rest(p) ? (size_t)(p->B * p->Hq * p->Sq * p->D) * sizeof(float) : 0;
+    const size_t rest = (size_t)(rests_of(p) * p->B * p->Hq * p->Sq * p->D) * sizeof(float);
     return (heed_cuda_others_bytes(p) + 15) / 16 * 16 + rest;
 }
 
@@ -414,8 +444,8 @@ static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x,
     typedef exact_room<BY == QUERIES ? 1 : GROUPS> room;
     constexpr size_t PARTS = BY == COLUMNS ? 2 * 1024 * sizeof(float4) : 0, ALL = sizeof(room) + PARTS;
     static_assert(ALL <= 227 * 1024, "shared memory of a block");
-    const unsigned tiles = (unsigned)tiles_of(keys_of(a), SHORT_OWN), together = tiles > 1 ? TOGETHER : 1,
-                   keys = (unsigned)HEED_MAX(tiles_of(tiles, together), 1) * together,
+    const unsigned together = (unsigned)tiles_together(HEED_MAX(a.D, a.Dv), keys_of(a)),
+                   keys = (unsigned)HEED_MAX(tiles_of(keys_of(a), SHORT_OWN * together), 1) * together,
                    heads = BY == HEADS ? (unsigned)a.Hk / 2 : (unsigned)a.Hk,
                    columns = BY == COLUMNS ? (unsigned)tiles_of(HEED_MAX(a.D, a.Dv), 2 * WIDTH)
                                            : 1; /* blocks that share a row */
@@ -426,7 +456,8 @@ static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x,
     const heed_status status = launch_clusters(kernel, grid, dim3(1, together, columns), THREADS, ALL, x, a, rest);
     if (status || !rest)
         return status;
-    return launch_early(add_rest, grid_of(a, tiles_of(a.Sq, 16)), dim3(THREADS), 0, plan, x, a, rest);
+    return launch_early(add_rest, grid_of(a, tiles_of(a.Sq, 16)), dim3(THREADS), 0, plan, x, a, rest,
+                        (int)(SHORT_OWN * together));
 }
 
 /* Whether each warpgroup should take a head: by queries, one of the four would have none, and there are enough of such blocks to
@@ -443,7 +474,7 @@ heed_status heed_backward_sm90exact(const heed_problem *p, const heed_plan *plan
     const args &a = start.a;
     if (start.status)
         return start.status;
-    float *const rest = has_rest(p) ? (float *)((char *)x->workspace + (heed_cuda_others_bytes(p) + 15) / 16 * 16)
+    float *const rest = rests_of(p) ? (float *)((char *)x->workspace + (heed_cuda_others_bytes(p) + 15) / 16 * 16)
                                     : NULL;
     if (HEED_MAX(a.D, a.Dv) > 64)
         return columns_of_tile(a) < 64 ? run<COLUMNS, 48>(a, plan, x, rest) : run<COLUMNS>(a, plan, x, rest);

@@ -68,6 +68,12 @@ __device__ inline int cluster_depth()
     asm("mov.u32 %0, %%cluster_nctaid.z;" : "=r"(x));
     return x;
 }
+__device__ inline int cluster_height()
+{
+    int x;
+    asm("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(x));
+    return x;
+}
 __device__ inline int cluster_number()
 {
     int x;
