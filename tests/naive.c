@@ -22,6 +22,7 @@ typedef struct head {
     int64_t b, h, hk, Lq, Lk;
     unsigned char *seen;
     double *P, *dropped, *slope; /* dropped: P after dropout; slope: of softcap */
+    double *exact;               /* P without rounding: a bias of 800 rounded to bf16 makes P wrong by a factor of 7 */
     double *S_size;              /* [Lq]: how large a sum the scores of the row come from, see sensitivity() */
 } head;
 
@@ -109,33 +110,35 @@ static double keep(const plain *n, const head *x, int64_t i, int64_t j)
     return kept ? 1 / (1 - n->drop_below / 65536.0) : 0;
 }
 
-static double score(const plain *n, head *x, int64_t i, int64_t j)
+/* exact: the same without rounding. */
+static double score(const plain *n, head *x, int64_t i, int64_t j, double *exact)
 {
     const heed_attention *a = &n->c->a;
     const double *q = n->q + q_row(n, x, i) * n->D, *k = n->k + k_row(n, x, j) * n->D;
-    double S = 0, size = 0;
+    double S = 0, size = 0, E = 0;
     for (int64_t d = 0; d < n->D; d++) {
-        S = sum(n, S, q[d] * k[d]);
+        S = sum(n, S, q[d] * k[d]), E += q[d] * k[d];
         size += 2 * fabs(n->scale * q[d] * k[d]); /* the largest of all rows' errors counts: once is short of it */
     }
-    S = rounded(n, rounded(n, S) * n->scale);
+    S = rounded(n, rounded(n, S) * n->scale), E *= n->scale;
     x->slope[i * x->Lk + j] = 1;
     if (n->cap > 0) {
         double t = rounded(n, tanh(rounded(n, S / n->cap)));
-        S = rounded(n, t * n->cap);
+        S = rounded(n, t * n->cap), E = n->cap * tanh(E / n->cap);
         x->slope[i * x->Lk + j] = 1 - t * t;
     }
     if (a->bias.data) {
         double bias = get(&a->bias, x->b, x->h, i, j);
-        S = rounded(n, S + bias);
+        S = rounded(n, S + bias), E += bias;
         size += fabs(bias);
     }
     if (a->alibi.data) {
         double alibi = get(&a->alibi, x->b, x->h, 0, 0) * fabs((double)(p_of(n, x, i) - r_of(n, j)));
-        S = rounded(n, S - alibi);
+        S = rounded(n, S - alibi), E -= alibi;
         size += fabs(alibi);
     }
     x->S_size[i] = HEED_MAX(x->S_size[i], size);
+    *exact = E;
     return S;
 }
 
@@ -155,30 +158,36 @@ static double sensitivity(const plain *n, const head *x, int64_t i)
 static double P_size(const plain *n, const head *x, int64_t i, int64_t j)
 {
     int64_t at = i * x->Lk + j;
-    return x->seen[at] ? (x->P[at] + (n->dtype == HEED_F16 ? 0x1p-14 : 0)) * sensitivity(n, x, i) : 0;
+    return x->seen[at] ? (x->exact[at] + (n->dtype == HEED_F16 ? 0x1p-14 : 0)) * sensitivity(n, x, i) : 0;
 }
 
 static void softmax_row(const plain *n, head *x, int64_t i)
 {
     const heed_attention *a = &n->c->a;
     double *P = x->P + i * x->Lk, sink = a->sink.data ? get(&a->sink, 0, x->h, 0, 0) : -INFINITY, m = sink, l = 0;
+    double *exact = x->exact + i * x->Lk, exact_m = sink, exact_l = 0;
     int any = 0;
     for (int64_t j = 0; j < x->Lk; j++)
         if ((x->seen[i * x->Lk + j] = (unsigned char)visible(n, x, i, j))) {
-            P[j] = score(n, x, i, j);
+            P[j] = score(n, x, i, j, &exact[j]);
             m = P[j] > m ? P[j] : m;
+            exact_m = exact[j] > exact_m ? exact[j] : exact_m;
             any = 1;
         }
     if (!any)
         return;
     if (a->sink.data) {
-        l = exp(sink - m);
+        l = exp(sink - m), exact_l = exp(sink - exact_m);
         x->S_size[i] = HEED_MAX(x->S_size[i], fabs(sink));
     }
     for (int64_t j = 0; j < x->Lk; j++)
-        l = sum(n, l, x->seen[i * x->Lk + j] ? exp(P[j] - m) : 0);
+        if (x->seen[i * x->Lk + j]) {
+            l = sum(n, l, exp(P[j] - m));
+            exact_l += exact[j] = exp(exact[j] - exact_m);
+        }
     for (int64_t j = 0; j < x->Lk; j++)
         if (x->seen[i * x->Lk + j]) {
+            exact[j] /= exact_l;
             P[j] = rounded(n, exp(P[j] - m) / l);
             x->dropped[i * x->Lk + j] = rounded(n, P[j] * keep(n, x, i, j));
         }
@@ -267,6 +276,7 @@ static void plain_head(const plain *n, head *x)
     size_t pairs = (size_t)(x->Lq * x->Lk) + 1;
     x->seen = calloc(pairs, 1);
     x->P = calloc(pairs, sizeof(double));
+    x->exact = calloc(pairs, sizeof(double));
     x->dropped = calloc(pairs, sizeof(double));
     x->slope = calloc(pairs, sizeof(double));
     x->S_size = calloc((size_t)x->Lq + 1, sizeof(double));
@@ -279,7 +289,8 @@ static void plain_head(const plain *n, head *x)
             spread_row(n, x, i, dS, dS_size);
         }
     }
-    free(x->seen), free(x->P), free(x->dropped), free(x->slope), free(x->S_size), free(dS), free(dS_size);
+    free(x->seen), free(x->P), free(x->exact), free(x->dropped), free(x->slope), free(x->S_size);
+    free(dS), free(dS_size);
 }
 
 static double *zeros(test_case *c, const heed_tensor *t)

@@ -133,9 +133,9 @@ __device__ static void start_part(shared_dbias &s, const meeting &m, int slot, i
     const key_rows &own = m.own[values], &other = m.other[values];
     if (!d.stays || m.first)
         copy_rows<PART, BR, THREADS>(shared_address(s.own) + (d.stays ? part : stage) * OWN_TILE,
-                                     own.first + column * 2, own.step, m.rows, width);
-    copy_rows<PART, BC, THREADS>(shared_address(s.keys) + stage * KEY_TILE, other.first + column * 2, other.step,
-                                 m.keys, width, order_of_keys());
+                                     own.first + column * 2, (values ? a.d_o : a.q).stride[2] * 2, m.rows, width);
+    copy_rows<PART, BC, THREADS>(shared_address(s.keys) + stage * KEY_TILE, other.first + column * 2,
+                                 a.col_step * (values ? a.v : a.k).stride[2] * 2, m.keys, width, order_of_keys());
     const int row = threadIdx.x;
     if (part == 0) {
         const int real = row < m.rows ? 4 : 0;
@@ -153,8 +153,9 @@ __device__ static void start_part(shared_dbias &s, const meeting &m, int slot, i
             };
             a.bias.dtype == HEED_F32 ? copy(constant<4>()) : copy(constant<2>());
         }
-        copy_mask_and_bias<MASKED, extras, BR, THREADS>(row, tiles + extras::bias_bytes(a), 0, a, m.sequence, m.from,
-                                                        m.at.i0, m.at.n0);
+        if (a.mask.data)
+            copy_scores<BR, BC, THREADS, 1>(row, tiles + extras::bias_bytes(a), extras::pitch(1), m.from.mask, m.at.i0,
+                                            m.at.n0, m.rows, m.keys);
     }
     commit_copies();
 }
@@ -275,17 +276,13 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     float sum[MT][NT][4];
     clear(sum);
-    auto store_tiles = [&](int tile, int end) { /* those without a meeting are zeros */
-                                                for (; tile < end; tile++) {
-                                                    own_tile t = { sum,
-                                                                   NULL,
-                                                                   NULL,
-                                                                   own.first.i0 + row0 + lane / 4,
-                                                                   tile * BC + column0,
-                                                                   row0 + lane / 4 };
-                                                    store_tile<T>(t, a, d.keys, own.b, own.h);
-                                                    clear(sum);
-                                                }
+    /* Those without a meeting are zeros. */
+    auto store_tiles = [&](int tile, int end) {
+        for (; tile < end; tile++) {
+            own_tile t = { sum, NULL, NULL, own.first.i0 + row0 + lane / 4, tile * BC + column0, row0 + lane / 4 };
+            store_tile<T>(t, a, d.keys, own.b, own.h);
+            clear(sum);
+        }
     };
     for (; s.met[slot].exists; slot ^= 1) {
         const meeting &m = s.met[slot];
