@@ -202,12 +202,12 @@ template <> __device__ inline void warpgroup<__nv_bfloat16, pairs128>::release(u
 }
 
 /* What one computes again the other does too. */
-template <> __device__ inline void forward_shared<pairs128>::fails(int turn)
+template <> __device__ inline void forward_shared<pairs128>::fails(int turn, int part)
 {
     for (int rank = 0; rank < 2; rank++)
         asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(
-                         address_in(rank, &failed[min(turn / 32, 63)])),
-                     "r"(1u << (turn < 2048 ? turn % 32 : 31))
+                         address_in(rank, &failed[min(turn / 8, FAILURES - 1)])),
+                     "r"(1u << (failed_at(turn) + part))
                      : "memory");
 }
 
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(pairs128::THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     __shared__ uint64_t agreed;
     auto &sh = *(forward_shared<S> *)memory;
-    if (threadIdx.x < 64)
+    if (threadIdx.x < FAILURES)
         sh.failed[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::GROUPS; i++)

@@ -215,6 +215,62 @@ TEST(a_group_is_its_heads)
     }
 }
 
+/* Some rows meet a first key that is far above what they saw of the others, which come before it on a GPU. */
+static void steep(test_case *c)
+{
+    for (int64_t h = 0; h < c->a.q.shape[1]; h++)
+        fill_row(&c->a.q, 0, h, 70, 20), fill_row(&c->a.k, 0, h / 2, 3, 20);
+}
+
+static void windowed(test_case *c)
+{
+    c->a.windowed = 1;
+    c->a.window_left = 150, c->a.window_right = 30;
+}
+
+/* The first `some` heads by themselves. */
+static void expect_some_heads(test_case *c, const heed_tensor whole[OUTPUTS], int64_t some)
+{
+    test_case one = *c;
+    heed_tensor *parts[] = { &one.a.q, &one.a.o, &one.a.lse, &one.a.k, &one.a.v };
+    for (int n = 0; n < COUNT(parts); n++)
+        *parts[n] = slice(*parts[n], 1, 0, 1, n < 3 ? some : some / 2);
+    case_forward(&one);
+    for (int which = 0; which < OUT_DQ; which++) {
+        heed_tensor member = slice(whole[which], 1, 0, 1, some);
+        expect_same_bits(c, "heads without the others", &member, output_of(&one, which));
+    }
+}
+
+/* A GPU that few heads do not fill may take smaller tiles of rows: of a few heads, of more, and of all that there are. */
+TEST(heads_do_not_depend_on_how_many_there_are)
+{
+    static const struct {
+        case_shape shape;
+        int64_t some[2];
+    } sizes[] = {
+        { { .Hq = 80, .Hk = 40, .Sq = 300, .D = 64 }, { 2, 30 } },
+        { { .Hq = 40, .Hk = 20, .Sq = 290, .D = 96 }, { 2, 20 } },
+        { { .Hq = 40, .Hk = 20, .Sq = 290, .Sk = 1100, .D = 80 }, { 2, 20 } },
+        { { .Hq = 60, .Hk = 30, .Sq = 300, .D = 128 }, { 2, 40 } },
+        { { .Hq = 12, .Hk = 6, .Sq = 1500, .D = 128 }, { 4, 8 } },
+    };
+    void (*const changes[])(test_case *) = { nothing, causal, windowed, steep };
+    for_each_kernel(HEED_FORWARD, kernel)
+        for (int n = 0; n < COUNT(sizes) * COUNT(changes) && kernel.backend == HEED_CUDA; n++) {
+            test_case c = case_new(&kernel, sizes[n / COUNT(changes)].shape);
+            changes[n % COUNT(changes)](&c);
+            if (case_takes(&c, &kernel)) {
+                heed_tensor whole[OUTPUTS];
+                case_forward(&c);
+                renew(&c, whole);
+                for (int i = 0; i < 2; i++)
+                    expect_some_heads(&c, whole, sizes[n / COUNT(changes)].some[i]);
+            }
+            case_free(&c);
+        }
+}
+
 /* The same for a member of a ragged batch, whatever lies beside it. */
 static void expect_member(const heed_kernel_info *kernel, test_case *c, const int32_t rows[], const int32_t keys[],
                           int member)
@@ -335,6 +391,7 @@ int main(void)
         cmocka_unit_test(rows_do_not_depend_on_their_neighbours),
         cmocka_unit_test(a_batch_is_its_members),
         cmocka_unit_test(a_group_is_its_heads),
+        cmocka_unit_test(heads_do_not_depend_on_how_many_there_are),
         cmocka_unit_test(a_ragged_batch_is_its_members),
         cmocka_unit_test(gradients_of_a_long_ragged_batch_are_its_members),
         cmocka_unit_test(gradients_of_many_biases_are_those_of_each_head),

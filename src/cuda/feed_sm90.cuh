@@ -24,6 +24,9 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
     static constexpr int WARPS_OUT = 4 * GROUPS; /* that send rows out through shared memory */
     static constexpr bool HALVES = OVERLAP && KEYS > 64 && KEYS % 32 == 0; /* half a block can be taken by itself */
     static constexpr int ALIGNED = 1;    /* blocks of keys begin at multiples of this */
+    static constexpr int EDGES = ROWS;   /* rows of the tile whose band cuts the keys into blocks: see few_shape */
+    static constexpr bool EARLY = false; /* the next S is asked for before the present exponentials */
+    static constexpr bool FEW = false;   /* a block for each tile: see forward_sm90few() */
     static constexpr bool FORTH = false; /* the first keys come first: see fetch_q() */
 
     /* What was tried and is not worth it; the shapes of bench/tune_sm90.cu choose otherwise. */
@@ -36,9 +39,10 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
         return false;
     }
 
-    static_assert(GROUPS >= 2 && GROUPS <= 4, "with more the registers do not suffice");
-    static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32,
-                         REGISTERS = GROUPS == 2   ? 232
+    static_assert(GROUPS >= 1 && GROUPS <= 4, "with more the registers do not suffice");
+    static constexpr int PRODUCER_REGISTERS = GROUPS <= 2 ? 40 : 32,
+                         REGISTERS = GROUPS == 1   ? 216 /* of two blocks on a multiprocessor */
+                                     : GROUPS == 2 ? 232
                                      : GROUPS == 3 ? 160
                                                    : 112; /* what the one gives up the others take */
 
@@ -54,6 +58,18 @@ template <int D_, int GROUPS_, int KEYS_, int STAGES_, bool OVERLAP_, bool CAPPE
 
     /* Heads come in the order of sequences; else so many sequences' same head together. */
     static __device__ int sequences_together(const args &) { return 0; }
+};
+
+/* The same arithmetic in tiles of fewer rows, for problems whose Tall tiles are too few to fill the GPU. What a row gets
+ * depends on its own 64 alone, but for where blocks of keys begin and which are at an edge, where a maximum may grow: that
+ * is found for the tall tile that the row would be in. So bits are the same, and the number of heads may decide. */
+template <class Tall, int GROUPS_, int STAGES_, bool EARLY_>
+struct few_shape : forward_shape<Tall::D, GROUPS_, Tall::KEYS, STAGES_, true, Tall::CAPPED> {
+    static constexpr int EDGES = Tall::ROWS,
+                         RESIDENT = GROUPS_ == 1 && Tall::D <= 64 ? 2 : 1; /* blocks there is room for */
+    static constexpr bool FEW = true, EARLY = EARLY_, HALVES = Tall::HALVES;
+    static_assert(!EARLY || !HALVES, "attend_early() takes whole blocks");
+    static_assert(EDGES % (64 * GROUPS_) == 0, "a tile is in one tall tile");
 };
 
 /* Where there are few rows and many keys, the keys are taken in parts: each is a tile by itself, with its own o and lse,
@@ -107,11 +123,13 @@ template <int ROWS> struct forward_work {
     int hk, first, blocks;     /* the keys that some row of the tile sees */
     int seen[4];               /* the first so many blocks are what 64 of the rows see */
     bool half[4];              /* and of the last of these no more than half */
+    int end[4];                /* what is written of these 64 ends before this row of the tile */
     int clear_from, clear_to;  /* all rows see all keys of these blocks */
     int low[ROWS], high[ROWS]; /* the keys each row sees; only where not all blocks are clear */
 };
 
-constexpr int AHEAD = 4; /* tiles that are planned at a time */
+constexpr int AHEAD = 4;      /* tiles that are planned at a time */
+constexpr int FAILURES = 256; /* words of them: of eight turns each, those after the last as its last */
 
 template <class S> struct forward_shared {
     char Q[S::GROUPS][tile_bytes<S::D, 64>], K[S::STAGES][tile_bytes<S::D, S::KEYS>],
@@ -120,13 +138,17 @@ template <class S> struct forward_shared {
     uint64_t q_full[S::GROUPS], q_empty[S::GROUPS], k_full[S::STAGES], k_empty[S::STAGES], v_full[S::STAGES],
         v_empty[S::STAGES], v_landed, planned[AHEAD], closed[AHEAD];
     forward_work<S::ROWS> work[AHEAD]; /* tile number n of the block has work[n % AHEAD] */
-    uint32_t failed[64];               /* a bit for each turn */
+    uint32_t failed[FAILURES];         /* four bits for each turn, one for each 64 rows of its tile */
 
-    __device__ bool has_failed(int turn) const
+    __device__ static int failed_at(int turn) { return 4 * (turn < FAILURES * 8 ? turn % 8 : 7); }
+    __device__ uint32_t failed_parts(int turn) const
     {
-        return failed[min(turn / 32, 63)] >> (turn < 2048 ? turn % 32 : 31) & 1;
+        return failed[min(turn / 8, FAILURES - 1)] >> failed_at(turn) & 15;
     }
-    __device__ void fails(int turn) { atomicOr(&failed[min(turn / 32, 63)], 1u << (turn < 2048 ? turn % 32 : 31)); }
+    __device__ void fails(int turn, int part)
+    {
+        atomicOr(&failed[min(turn / 8, FAILURES - 1)], 1u << (failed_at(turn) + part));
+    }
 };
 
 /* A place in a ring of buffers, and the parity of its present use. */
@@ -160,10 +182,11 @@ __device__ inline void narrow_band(const args &a, const span &s, int i, int &fir
     last = max(first, (int)min(to, (unsigned)s.keys));
 }
 
-/* By a whole warp: fills w, false where the sequence has no rows there. */
+/* By a whole warp: fills w, false where the sequence has no rows there. wanted: a bit for each 64 of the rows; others see no
+ * keys, and nothing of them is written. */
 template <class S>
 __device__ inline bool find_work(const args &a, int turn, int head, int tile, int part, const tile_order &o,
-                                 forward_work<S::ROWS> &w)
+                                 forward_work<S::ROWS> &w, uint32_t wanted = 15)
 {
     const key_parts &by = o.by;
     const int lane = threadIdx.x % 32, i0 = S::first_row(tile, o.least, o.few);
@@ -183,11 +206,17 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
     if (__shfl_sync(~0u, rows, 0) <= 0) /* not read from w: the first lane may already be at the next tile */
         return false;
     int low, high; /* bands move one way: the first and the last row say it all */
-    band(lane ? i0 + w.rows - 1 : i0, low, high);
-    const int low0 = __shfl_sync(~0u, low, 0), high0 = __shfl_sync(~0u, high, 0), low1 = __shfl_sync(~0u, low, 1),
-              high1 = __shfl_sync(~0u, high, 1);
-    const int first = min(low0, low1) / S::ALIGNED * S::ALIGNED, last = max(high0, high1), inside = max(low0, low1),
-              outside = min(high0, high1);
+    if constexpr (S::EDGES == S::ROWS)
+        band(lane ? i0 + w.rows - 1 : i0, low, high);
+    else { /* lanes 0 and 1 of these rows, 2 and 3 of the tall tile's */
+        const int tall = i0 / S::EDGES * S::EDGES, end = lane < 2 ? i0 + w.rows : min(tall + S::EDGES, w.s.rows);
+        band(lane % 2 ? end - 1 : lane ? tall : i0, low, high);
+    }
+    constexpr int of = S::EDGES == S::ROWS ? 0 : 2;
+    const int low0 = __shfl_sync(~0u, low, of), high0 = __shfl_sync(~0u, high, of),
+              low1 = __shfl_sync(~0u, low, of + 1), high1 = __shfl_sync(~0u, high, of + 1);
+    const int first = min(low0, low1) / S::ALIGNED * S::ALIGNED, inside = max(low0, low1), outside = min(high0, high1);
+    const int last = of ? max(__shfl_sync(~0u, high, 0), __shfl_sync(~0u, high, 1)) : max(high0, high1);
     const int blocks = last > first ? (last - first + S::KEYS - 1) / S::KEYS : 0;
     const int clear_from = (inside - first + S::KEYS - 1) / S::KEYS, clear_to = max(outside - first, 0) / S::KEYS;
     if (lane == 0)
@@ -201,11 +230,12 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
     if (lane < S::GROUPS) {
         const int i = lane * 64, last = min(i + 64, w.rows) - 1;
         int halves = 2 * w.blocks;
-        if (i > last)
+        const bool left_out = !(wanted >> lane & 1);
+        if (i > last || left_out)
             halves = 0;
         else if (w.clear_to < w.blocks)
             halves = (max(max(w.high[i], w.high[last]) - w.first, 0) + S::KEYS / 2 - 1) / (S::KEYS / 2);
-        w.seen[lane] = (halves + 1) / 2, w.half[lane] = halves % 2;
+        w.seen[lane] = (halves + 1) / 2, w.half[lane] = halves % 2, w.end[lane] = left_out ? 0 : w.rows;
     } else if (only_now(lane) >= 30) {
         const bool o = only_now(lane) == 30;
         int64_t at = row_at(o ? a.o : a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0);
@@ -216,8 +246,8 @@ __device__ inline bool find_work(const args &a, int turn, int head, int tile, in
     return true;
 }
 
-/* The planner's warp: finds one tile after the other, or once more those that failed; count: tiles so far. A tile of no
- * rows ends the list. */
+/* The planner's warp: finds one tile after the other, or once more those that failed, and of these the 64 rows that did; with
+ * terms all rows, whose scores come together. count: tiles so far. A tile of no rows ends the list. */
 template <class S>
 __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const tile_order &o, int &count, bool again)
 {
@@ -235,13 +265,14 @@ __device__ inline void plan_tiles(forward_shared<S> &sh, const args &a, const ti
 #pragma unroll 1
         for (int round = 0; round < o.rounds[in_line]; round++, turn++) {
             const int at = round * blocks + (round % 2 ? blocks - 1 - only_now(place) : place);
-            if (at >= heads * only_now(o.tiles) || (again && !sh.has_failed(turn)))
+            if (at >= heads * only_now(o.tiles) || (again && !sh.failed_parts(turn)))
                 continue;
             const int by = in_line ? o.tiles : heads, quotient = at / by, rest = at - quotient * by;
             const int head = head0 + (in_line ? quotient : rest), tile = o.tiles - 1 - (in_line ? rest : quotient);
             const int parts = only_now(o.by.count);
             wait_closed();
-            if (find_work<S>(a, turn, head, tile / parts, tile % parts, o, sh.work[count % AHEAD]))
+            if (find_work<S>(a, turn, head, tile / parts, tile % parts, o, sh.work[count % AHEAD],
+                             again && !S::TERMS ? sh.failed_parts(only_now(turn)) : 15))
                 tell();
         }
         place += o.shift[in_line];
@@ -356,6 +387,18 @@ template <class S> struct loader {
                 arrive(full);
         }
         at_v.next();
+    }
+
+    /* The one tile that the block has. */
+    __device__ void load_alone()
+    {
+        const int blocks = sh.work[0].blocks;
+        for (int j = blocks; j >= 0; j--) {
+            if (j > 0)
+                load_k(0, j - 1);
+            if (j < blocks)
+                load_v(0, j);
+        }
     }
 
     __device__ void run()

@@ -5,7 +5,12 @@
  * turn hide each other's latencies best, where the registers suffice: short sequences are made of little else. Where there
  * are many rows and keys, three with S and O += P V together are ahead, and read K and V less often. The softcap wants
  * registers too, so there are fewer keys at once. A rule must not look at what else is in a batch, nor at the device: the
- * rounding of a result must not depend on them. */
+ * rounding of a result must not depend on them. Only shapes of the same bits may be chosen by these: see few_shape. */
+using d64 = forward_shape<64, 4, 64, 8, false>;
+using d96 = forward_shape<96, 3, 96, 2, true>;
+using d96brief = forward_shape<96, 4, 64, 2, false>;
+using d128 = forward_shape<128, 2, 128, 2, true>;
+
 template <class T> static heed_status run(const args &a, const key_parts &by, int units, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
@@ -20,14 +25,15 @@ template <class T> static heed_status run(const args &a, const key_parts &by, in
                  : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 96, 2, true, true>>
                                 : forward_sm90_launch<T, forward_shape<256, 2, 48, 2, true, true>>;
     else
-        launch = width <= 64 && many && keys > 4096    ? forward_sm90_launch<T, forward_shape<64, 3, 128, 4, true>>
-                 : width <= 64                         ? forward_sm90_launch<T, forward_shape<64, 4, 64, 8, false>>
-                 : width <= 96 && brief                ? forward_sm90_launch<T, forward_shape<96, 4, 64, 2, false>>
-                 : width <= 96                         ? forward_sm90_launch<T, forward_shape<96, 3, 96, 2, true>>
+        launch = width <= 64 && many && keys > 4096 ? forward_sm90_launch<T, forward_shape<64, 3, 128, 4, true>>
+                 : width <= 64                      ? forward_sm90_launch<T, few_shape<d64, 1, 4, true>, d64>
+                 : width <= 96 && brief             ? forward_sm90_launch<T, few_shape<d96brief, 1, 4, true>, d96brief>
+                 : width <= 96                      ? forward_sm90_launch<T, few_shape<d96, 1, 2, false>, d96>
                  : width <= 128 && many && keys > 1000 ? forward_sm90_launch<T, forward_shape<128, 3, 64, 2, true>>
-                 : width <= 128                        ? forward_sm90_launch<T, forward_shape<128, 2, 128, 2, true>>
-                 : width <= 192                        ? forward_sm90_launch<T, forward_shape<192, 2, 64, 2, true>>
-                                                       : forward_sm90_launch<T, forward_shape<256, 2, 64, 2, true>>;
+                 : width <= 128
+                     ? forward_sm90_launch<T, few_shape<d128, 1, 2, false>, few_shape<d128, 2, 2, false>, d128>
+                 : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 64, 2, true>>
+                                : forward_sm90_launch<T, forward_shape<256, 2, 64, 2, true>>;
     return launch(a, by, units, x);
 }
 

@@ -231,13 +231,65 @@ template <class T, class S> struct warpgroup {
         multiply_values(O, P, seen > 1);
     }
 
-    /* All tiles, twice: the second time those only that went out of range. */
+    /* The same with the next S asked for as soon as the exponents of the present one are taken out of its registers, so
+     * that it is there when these exponentials are done: for warpgroups that have few others to wait under. */
+    __device__ void attend_early(float (&O)[D / 2], uint32_t (&P)[KEYS / 16][4], row_state &x,
+                                 const forward_work<S::ROWS> &w, int row, int seen)
+    {
+        bool unset = true;
+        const int clear_from = w.clear_from, clear_to = w.clear_to;
+        float s[KEYS / 2];
+        ring<S::STAGES> ahead = at;
+        uint32_t visible[2];
+        multiply_keys(s, uniform(ahead.at()), ahead.parity());
+        wgmma_commit(); /* as if an O += P V had been asked for after it, as it is in the loop */
+        bool edge = look_at<KEYS>(visible, w, row, seen - 1, clear_from, clear_to);
+        wgmma_wait<1>();
+#pragma unroll 1
+        for (int j = seen - 1; j > 0; j--) {
+            float e[KEYS / 2];
+            release(sh.k_empty[ahead.at()]);
+            ahead.next();
+            if (settle<S>(s, x, a, edge, visible, c, exact, unset) && j != seen - 1) {
+                wgmma_wait<0>();
+                rescale(O, x);
+            }
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++)
+                e[i] = fmaf(s[i], c, -x.offset[i / 2 % 2]);
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++) /* not after the registers of s are given away */
+                asm volatile("" : "+f"(e[i]));
+            multiply_keys(s, uniform(ahead.at()), ahead.parity());
+            exponentials<S, true>(e, x, c);
+            edge = look_at<KEYS>(visible, w, row, j - 1, clear_from, clear_to);
+            keep_order(__float_as_int(x.l[0] + x.l[1]));
+            wgmma_wait<1>();
+            if (j != seen - 1) {
+                release(sh.v_empty[at.at()]);
+                at.next();
+            }
+            pack_rows<T, KEYS>(P, e);
+            multiply_values(O, P, j != seen - 1);
+            wgmma_wait<1>();
+        }
+        release(sh.k_empty[ahead.at()]);
+        release(sh.q_empty[group]);
+        const bool grew = weigh<S>(s, x, a, edge, visible, c, exact, unset);
+        finish(seen > 1);
+        if (grew && seen > 1)
+            rescale(O, x);
+        pack_rows<T, KEYS>(P, s);
+        multiply_values(O, P, seen > 1);
+    }
+
+    /* All tiles, twice: the second time those only that went out of range. Of few tiles a block has one, and its Q stays. */
     __device__ void run(const tile_order &order)
     {
         if (group == S::GROUPS - 1)
             pass_turn(); /* the first is the first group's */
 #pragma unroll 1
-        for (int n = 0;; n++) {
+        for (int n = 0;; n += S::FEW ? 0 : 1) {
             wait(shared_address(&sh.q_full[group]), n % 2);
             const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
             uint64_t &closed = sh.closed[n % AHEAD];
@@ -257,6 +309,8 @@ template <class T, class S> struct warpgroup {
             terms.begin(w, row0 + lane() / 4);
             if (seen == 0)
                 release(sh.q_empty[group]);
+            else if constexpr (S::EARLY)
+                attend_early(O, P, x, w, row0 + lane() / 4, seen);
             else if (S::OVERLAP)
                 attend_overlapped(O, P, x, w, row0 + lane() / 4, seen, w.half[part]);
             else
@@ -270,9 +324,21 @@ template <class T, class S> struct warpgroup {
             finish(seen > 0);
             good &= send_out<T, S>(O, divide, empty, a, w, order.by, sh.out[group * 4 + warp], row0);
             if (!exact && seen > 0 && !good)
-                sh.fails(w.turn);
+                sh.fails(w.turn, S::part(group, only_now(n))); /* not part: the loop over keys wants its register */
             __syncwarp();
             release(closed);
+            if (S::FEW) {
+                if (exact)
+                    return;
+                exact = true;
+                wait(shared_address(&closed), 0);
+                const uint32_t parts = sh.failed_parts(0);
+                if (!(parts >> part & 1)) {
+                    if (parts)
+                        skip(w.blocks);
+                    return;
+                }
+            }
         }
     }
 };
@@ -327,7 +393,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
     auto &sh = *(forward_shared<S> *)memory;
-    if (threadIdx.x < 64)
+    if (threadIdx.x < FAILURES)
         sh.failed[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         init_barriers<S>(sh, 4 * S::GROUPS + 1);
@@ -341,6 +407,69 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     if (threadIdx.x < 128) {
         fewer_registers<S::PRODUCER_REGISTERS>();
         feed<S>(sh, a, q, k, v, order);
+    } else {
+        more_registers<S::REGISTERS>();
+        warpgroup<T, S> g = { sh, a, uniform(threadIdx.x / 128) - 1, unit_of<S>(a) * LOG2E, false, {}, {}, {} };
+        g.run(order);
+    }
+#endif
+}
+
+/* The warp that feeds the one tile of a block: Q, K and V, and K and V once more where some rows went out of range. */
+template <class S>
+__device__ inline void feed_alone(forward_shared<S> &sh, const args &a, const tensor_map &q, const tensor_map &k,
+                                  const tensor_map &v)
+{
+    forward_work<S::ROWS> &w = sh.work[0];
+    loader<S> l = { sh, k, v, a.lengths_k || a.offsets_k, threadIdx.x == 0, {}, {}, 0, 0 };
+    for (int i = 0; i < S::GROUPS && l.leader; i++) {
+        const uint32_t full = shared_address(&sh.q_full[i]);
+        if (w.seen[i] > 0) {
+            arrive_expecting(full, tile_bytes<S::D, 64>);
+            load_tile<S::D, 64>(shared_address(sh.Q[i]), q, w.s.q_row + w.i0 + i * 64, w.h, w.s.q_batch, full);
+        } else
+            arrive(full);
+    }
+    l.load_alone();
+    wait(shared_address(&sh.closed[0]), 0);
+    if (sh.failed_parts(0))
+        l.load_alone();
+}
+
+/* The same where there are so few tiles that each has a block of its own: nothing is planned ahead, and what a block is to do
+ * it finds out while the kernel before it ends. All that counts is when the first S is there, and how long one block of keys
+ * takes after the other. */
+template <class T, class S>
+__global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
+    forward_sm90few(const __grid_constant__ args a, const __grid_constant__ tensor_map q,
+                    const __grid_constant__ tensor_map k, const __grid_constant__ tensor_map v,
+                    const __grid_constant__ tile_order order)
+{
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(1024) char memory[];
+    auto &sh = *(forward_shared<S> *)memory;
+    forward_work<S::ROWS> &w = sh.work[0];
+    if (threadIdx.x == 0) {
+        init_barriers<S>(sh, 4 * S::GROUPS);
+        barrier_init_done();
+        prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
+        sh.failed[0] = 0;
+    }
+    let_next_start();
+    if (!a.uniform)
+        wait_for_last(); /* which may write the lengths */
+    if (threadIdx.x / 32 == 1) {
+        const int tile = (int)blockIdx.x / order.heads, head = (int)blockIdx.x - tile * order.heads;
+        find_work<S>(a, 0, head, order.tiles - 1 - tile, 0, order, w);
+    }
+    wait_for_last();
+    __syncthreads();
+    if (w.rows <= 0)
+        return;
+    if (threadIdx.x < 128) {
+        fewer_registers<S::PRODUCER_REGISTERS>();
+        if (threadIdx.x < 32)
+            feed_alone<S>(sh, a, q, k, v);
     } else {
         more_registers<S::REGISTERS>();
         warpgroup<T, S> g = { sh, a, uniform(threadIdx.x / 128) - 1, unit_of<S>(a) * LOG2E, false, {}, {}, {} };
@@ -378,17 +507,23 @@ heed_status forward_sm90_start(Kernel kernel, const args &a, const key_parts &by
         status = heed_tensor_map(&v, values, a.Dv, rows, a.Hk, k_batches, S::KEYS);
     if (status)
         return status;
-    const int blocks = (int)HEED_MIN(total, units);
+    const int blocks = (int)(S::FEW ? total : HEED_MIN(total, units));
     const tile_order order = order_of<S>(a, by, rows * (a.D + a.Dv) * 2, blocks);
-    if (total <= units) /* a block for each tile: what it does before its first load is worth hiding */
+    if (total == blocks) /* a block for each tile: what it does before its first load is worth hiding */
         return launch_next(kernel, blocks, S::THREADS, sizeof(Shared), x, a, q, k, v, order, more...);
     return launch(kernel, blocks, S::THREADS, sizeof(Shared), x, a, q, k, v, order, more...);
 }
 
-template <class T, class S>
+/* As S where its tiles fit on the GPU all at once, or as the first of the Taller ones that does; the last takes any number. */
+template <class T, class S, class... Taller>
 heed_status forward_sm90_launch(const args &a, const key_parts &by, int units, const heed_exec *x)
 {
-    return forward_sm90_start<S, forward_shared<S>>(forward_sm90<T, S>, a, by, units, x);
+    if constexpr (S::FEW) {
+        if (by.count > 1 || tiles_of(a.Sq, S::ROWS) * a.B * a.Hq > S::RESIDENT * units)
+            return forward_sm90_launch<T, Taller...>(a, by, units, x);
+        return forward_sm90_start<S, forward_shared<S>>(forward_sm90few<T, S>, a, by, units, x);
+    } else
+        return forward_sm90_start<S, forward_shared<S>>(forward_sm90<T, S>, a, by, units, x);
 }
 
 /* Few rows and many keys are taken in parts, so that a small batch fills the device. Parts are whole blocks of 64 and 128

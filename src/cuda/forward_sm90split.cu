@@ -17,11 +17,11 @@
 
 template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_> struct split_shape {
     static constexpr int HEAD = HEAD_, PARTS = PARTS_, D = PARTS * HEAD, GROUPS = GROUPS_, ROWS = 64 * GROUPS,
-                         KEYS = SPLIT_ROWS, ALIGNED = KEYS;
+                         KEYS = SPLIT_ROWS, ALIGNED = KEYS, EDGES = ROWS;
     static constexpr int STAGES = STAGES_, THREADS = 128 + 128 * GROUPS, WARPS_OUT = 1; /* of none */
     static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
     static constexpr int REGISTERS = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
-    static constexpr bool OVERLAP = GROUPS < 4, FORTH = true;
+    static constexpr bool OVERLAP = GROUPS < 4, FORTH = true, FEW = false, TERMS = false;
 
     /* Who sees the fewest keys of one tile, and is done with it first, sees the most of the next. */
     static __device__ int part(int group, int n) { return n % 2 ? GROUPS - 1 - group : group; }

@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(1024) char memory[];
     auto &sh = *(scored_shared<S> *)memory;
-    if (threadIdx.x < 64)
+    if (threadIdx.x < FAILURES)
         sh.failed[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         init_barriers<S>(sh, 5 * S::GROUPS + 1);

@@ -91,8 +91,8 @@ template <int N> __device__ inline void refresh_maxima(float (&s)[N], row_state 
             }
 }
 
-/* P = 2^(c S - c m), in place. */
-template <class S, int N> __device__ inline void exponentials(float (&s)[N], row_state &x, float c)
+/* P = 2^(c S - c m), in place; TAKEN: s is c S - c m already. */
+template <class S, bool TAKEN = false, int N> __device__ inline void exponentials(float (&s)[N], row_state &x, float c)
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -100,8 +100,8 @@ template <class S, int N> __device__ inline void exponentials(float (&s)[N], row
 #pragma unroll
         for (int i = 0; i < N / 4; i++) {
             float *const p = &s[4 * i + 2 * r];
-            p[0] = exp2_fast(fmaf(p[0], c, -x.offset[r]));
-            p[1] = exp2_fast(fmaf(p[1], c, -x.offset[r]));
+            p[0] = exp2_fast(TAKEN ? p[0] : fmaf(p[0], c, -x.offset[r]));
+            p[1] = exp2_fast(TAKEN ? p[1] : fmaf(p[1], c, -x.offset[r]));
             sum0 += p[0], sum1 += p[1];
         }
         if (!S::TENSOR_SUMS)
@@ -147,24 +147,29 @@ template <class S> __device__ inline bool is_open(float m, float c)
     return S::TERMS ? !(m * c > -24.0f && m * c < 1e7f) : m == -CUDART_INF_F;
 }
 
-/* S of a block, or of its first half, becomes P; edge: not all of it is visible. True: O has to be multiplied with the
- * factors. */
+/* What comes between S of a block, or of its first half, and its exponentials: the softcap, what is hidden where not all of it
+ * is visible (edge), and the maxima where these are to grow. True: O has to be multiplied with the factors. */
 template <class S, int N>
-__device__ inline bool weigh(float (&s)[N], row_state &x, const args &a, bool edge, const uint32_t (&visible)[2],
-                             float c, bool exact, bool &unset)
+__device__ inline bool settle(float (&s)[N], row_state &x, const args &a, bool edge, const uint32_t (&visible)[2],
+                              float c, bool exact, bool &unset)
 {
-    const bool refresh = exact || edge || unset;
-    bool grew = false;
     if (S::CAPPED)
         cap(s, a);
     if (edge)
         hide_row(s, 0, visible[0]), hide_row(s, 1, visible[1]);
-    if (refresh) {
-        refresh_maxima(s, x, c, S::TERMS || exact);
-        grew = __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
-        unset = __any_sync(~0u, is_open<S>(x.m[0], c) || is_open<S>(x.m[1], c));
-    } else
-        grew = S::follow(s, x, c);
+    if (!(exact || edge || unset))
+        return S::follow(s, x, c);
+    refresh_maxima(s, x, c, S::TERMS || exact);
+    unset = __any_sync(~0u, is_open<S>(x.m[0], c) || is_open<S>(x.m[1], c));
+    return __any_sync(~0u, x.factor[0] != 1.0f || x.factor[1] != 1.0f);
+}
+
+/* The same, and S becomes P. */
+template <class S, int N>
+__device__ inline bool weigh(float (&s)[N], row_state &x, const args &a, bool edge, const uint32_t (&visible)[2],
+                             float c, bool exact, bool &unset)
+{
+    const bool refresh = exact || edge || unset, grew = settle<S>(s, x, a, edge, visible, c, exact, unset);
     exponentials<S>(s, x, c);
     return grew || (S::LOWERS && !refresh && lower(s, x, c));
 }
@@ -197,7 +202,7 @@ __device__ inline bool conclude(const row_state &x, const args &a, const forward
         const int64_t pitch = by.count > 1 ? 1 : a.lse.stride[2];
 #pragma unroll
         for (int r = 0; r < 2; r++)
-            if (row + 8 * r < w.rows)
+            if (row + 8 * r < w.end[(unsigned)row / 64])
                 lse[w.lse_at + (row + 8 * r) * pitch] = sum[r] == 0.0f ? -CUDART_INF_F : most[r] + logf(sum[r]);
     }
     return good;
@@ -210,7 +215,7 @@ template <class T, class S>
 __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], bool empty, const args &a,
                                 const forward_work<S::ROWS> &w, const key_parts &by, char *out, int row0)
 {
-    const int lane = threadIdx.x % 32, rows = w.rows - row0;
+    const int lane = threadIdx.x % 32, rows = w.end[(unsigned)row0 / 64] - row0;
     float size[4] = {};
 #pragma unroll
     for (int i = 0; i < S::D / 2; i++) {
