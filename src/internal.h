@@ -240,19 +240,29 @@ static inline int heed_is_long(const heed_problem *p)
 }
 
 /* Keys up to which kernels for few of them are better at scores that something is added to or hides: those that they meet at
- * once; more in a forward with ALiBi alone, of which they load nothing, where they take the rows. */
+ * once; more in a forward with ALiBi alone, of which they load nothing, where they take the rows; fewer with dropout, but for
+ * narrow forwards. */
 static inline int heed_few_keys(const heed_problem *p)
 {
     const int loads = p->a.mask.data || p->a.bias.data;
-    const int better = p->pass == HEED_FORWARD && !loads && HEED_MAX(p->D, p->Dv) <= 64 && p->Sq <= HEED_SHORT;
-    return better ? HEED_SHORT_WIDE : HEED_AT_ONCE;
+    const int narrow_forward = p->pass == HEED_FORWARD && HEED_MAX(p->D, p->Dv) <= 64;
+    if (p->drop_below)
+        return narrow_forward ? HEED_AT_ONCE : HEED_AT_ONCE / 2 - 1;
+    return narrow_forward && !loads && p->Sq <= HEED_SHORT ? HEED_SHORT_WIDE : HEED_AT_ONCE;
 }
 /* And rows from which a backward pays that walks over them for each tile of keys. */
 static inline int heed_fewest_rows(const heed_problem *p) { return p->pass == HEED_FORWARD ? 0 : 64; }
 static inline int heed_has_terms(const heed_problem *p)
 {
-    return (p->a.mask.data || p->a.bias.data || p->a.alibi.data) && p->full.keys > heed_few_keys(p) &&
+    return (p->a.mask.data || p->a.bias.data || p->a.alibi.data || p->drop_below) && p->full.keys > heed_few_keys(p) &&
            p->Sq >= heed_fewest_rows(p);
+}
+
+/* The largest head_dim that a kernel takes: of those with terms, the wider backward has no registers for dropout. */
+static inline int heed_widest(const heed_kernel *k, const heed_problem *p)
+{
+    const int drops = k->uses & HEED_FOR_TERMS && p->pass == HEED_BACKWARD && p->drop_below;
+    return drops ? HEED_MIN(k->max_head_dim, 96) : k->max_head_dim;
 }
 
 /* Rows from which HEED_FOR_ROWS pays: fp32, twice as many if they are narrow, or see different keys; fp16, whose products

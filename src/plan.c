@@ -264,8 +264,10 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
     unsigned lacks = heed_uses_of(p) & ~k->uses;
     if (!heed_runs_on(k, d, why, size))
         return 0;
-    if (head_dim > k->max_head_dim)
-        snprintf(why, size, "takes head_dim up to %d, this is %" PRId64, k->max_head_dim, head_dim);
+    const int widest = heed_widest(k, p);
+    if (head_dim > widest)
+        snprintf(why, size, "takes head_dim up to %d%s, this is %" PRId64, widest,
+                 widest < k->max_head_dim ? " with dropout" : "", head_dim);
     else if (lacks)
         snprintf(why, size, "does not take: %s", use_names[__builtin_ctz(lacks)]);
     else
@@ -287,7 +289,7 @@ static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, 
     else if (k->uses & HEED_FOR_TERMS && p->Sq < heed_fewest_rows(p))
         snprintf(why, size, "is for %d rows and more, these are at most %" PRId64, heed_fewest_rows(p), p->Sq);
     else if (k->uses & HEED_FOR_TERMS && !heed_has_terms(p))
-        snprintf(why, size, "is for a mask, a bias or ALiBi over more than %d keys", heed_few_keys(p));
+        snprintf(why, size, "is for a mask, a bias, ALiBi or dropout over more than %d keys", heed_few_keys(p));
     else if (k->uses & HEED_FOR_ROWS && p->D + p->Dv < 2 * HEED_NARROW)
         snprintf(why, size, "is for head_dim %d and more, this is %" PRId64, HEED_NARROW, p->D);
     else

@@ -204,7 +204,7 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
         if (k->backend != HEED_CUDA || k->pass != p->pass || k->dtype != p->a.q.dtype)
             continue;
         if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
-            HEED_MAX(p->D, p->Dv) <= k->max_head_dim && !(heed_uses_of(p) & ~k->uses) &&
+            HEED_MAX(p->D, p->Dv) <= heed_widest(k, p) && !(heed_uses_of(p) & ~k->uses) &&
             (!(k->uses & HEED_FOR_LONG) || heed_is_long(p)) && (!(k->uses & HEED_FOR_TERMS) || heed_has_terms(p)) &&
             (!(k->uses & HEED_FOR_ROOM) || k->workspace(p, NULL) <= inputs_of(p)) &&
             heed_is_small(p, k->uses, why, sizeof why))
@@ -310,20 +310,20 @@ TEST(masks_and_biases_on_hopper_get_their_own_kernels)
 {
     static const struct {
         heed_pass pass;
-        int64_t rows, keys, D, pitch; /* of the mask; 0: none, -1: none but ALiBi */
+        int64_t rows, keys, D, pitch; /* of the mask; 0: none, -1: none but ALiBi, -2: none but dropout */
         const char *says;
     } problems[] = {
         { HEED_FORWARD, 1, HEED_AT_ONCE + 1, 64, 144, "sm90scores_bf16: taken" },
         { HEED_FORWARD, 300, 1000, 128, 1008, "sm90scores_bf16: taken" },
         { HEED_FORWARD, 300, HEED_AT_ONCE, 64, 128,
-          "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 128 keys" },
+          "sm90scores_bf16: passed over: is for a mask, a bias, ALiBi or dropout over more than 128 keys" },
         { HEED_FORWARD, 300, 1000, 136, 1008, "sm90scores_bf16: passed over: takes head_dim up to 128, this is 136" },
         { HEED_FORWARD, 300, 1000, 64, 1000,
           "sm90scores_bf16: passed over: does not take: a mask or bias whose rows are not whole and at multiples of 16 "
           "bytes" },
         { HEED_FORWARD, 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" },
         { HEED_FORWARD, HEED_SHORT, HEED_SHORT_WIDE, 64, -1,
-          "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 192 keys" },
+          "sm90scores_bf16: passed over: is for a mask, a bias, ALiBi or dropout over more than 192 keys" },
         { HEED_FORWARD, HEED_SHORT, HEED_SHORT_WIDE + 1, 64, -1, "sm90scores_bf16: taken" },
         { HEED_FORWARD, HEED_SHORT + 1, HEED_AT_ONCE + 1, 64, -1, "sm90scores_bf16: taken" },
         { HEED_FORWARD, HEED_SHORT, HEED_AT_ONCE + 1, 72, -1, "sm90scores_bf16: taken" },
@@ -331,12 +331,24 @@ TEST(masks_and_biases_on_hopper_get_their_own_kernels)
         { HEED_BACKWARD, 300, 1000, 56, 1008, "sm90scores_bf16: taken" },
         { HEED_BACKWARD, HEED_SHORT, HEED_AT_ONCE + 1, 64, -1, "sm90scores_bf16: taken" },
         { HEED_BACKWARD, 300, HEED_AT_ONCE, 64, 128,
-          "sm90scores_bf16: passed over: is for a mask, a bias or ALiBi over more than 128 keys" },
+          "sm90scores_bf16: passed over: is for a mask, a bias, ALiBi or dropout over more than 128 keys" },
         { HEED_BACKWARD, 63, 1000, 64, 1008, "sm90scores_bf16: passed over: is for 64 rows and more" },
         { HEED_BACKWARD, 64, 1000, 64, 1008, "sm90scores_bf16: taken" },
         { HEED_BACKWARD, 300, 1000, 128, 1008, "sm90scores_bf16: taken" },
         { HEED_BACKWARD, 300, 1000, 136, 1008, "sm90scores_bf16: passed over: takes head_dim up to 128, this is 136" },
         { HEED_BACKWARD, 300, 1000, 64, 0, "sm90scores_bf16: passed over: is for a mask" },
+        { HEED_FORWARD, 300, HEED_AT_ONCE + 1, 64, -2, "sm90scores_bf16: taken" },
+        { HEED_FORWARD, 300, HEED_AT_ONCE, 64, -2,
+          "sm90scores_bf16: passed over: is for a mask, a bias, ALiBi or dropout over more than 128 keys" },
+        { HEED_FORWARD, 300, 64, 128, -2, "sm90scores_bf16: taken" },
+        { HEED_FORWARD, 300, 63, 128, -2,
+          "sm90scores_bf16: passed over: is for a mask, a bias, ALiBi or dropout over more than 63 keys" },
+        { HEED_BACKWARD, 64, 64, 64, -2, "sm90scores_bf16: taken" },
+        { HEED_BACKWARD, 64, 63, 64, -2,
+          "sm90scores_bf16: passed over: is for a mask, a bias, ALiBi or dropout over more than 63 keys" },
+        { HEED_BACKWARD, 300, 1000, 96, -2, "sm90scores_bf16: taken" },
+        { HEED_BACKWARD, 300, 1000, 104, -2,
+          "sm90scores_bf16: passed over: takes head_dim up to 96 with dropout, this is 104" },
     };
     char best[64];
     if (!has_cuda_rows() || !strstr(best_of("sm90scores portable", "forward", "bf16", best), "sm90scores"))
@@ -346,8 +358,10 @@ TEST(masks_and_biases_on_hopper_get_their_own_kernels)
         sample s = sample_of(problems[n].pass, HEED_BF16, problems[n].rows, problems[n].keys, problems[n].D,
                              problems[n].D);
         const heed_gradient *const g = s.pass == HEED_BACKWARD ? &s.g : NULL;
-        if (problems[n].pitch < 0)
+        if (problems[n].pitch == -1)
             use_alibi(&s);
+        if (problems[n].pitch == -2)
+            s.a.dropout = 0.1f;
         if (problems[n].pitch > 0) {
             s.a.mask = shape(HEED_BOOL, 1, 1, problems[n].rows, problems[n].keys);
             memcpy(s.a.mask.stride, (int64_t[4]){ 0, 0, problems[n].pitch, 1 }, sizeof s.a.mask.stride);

@@ -46,6 +46,37 @@ TEST(every_kernel_drops_the_same_pairs)
         }
 }
 
+/* Rows and keys of several tiles, shared heads and all that a kernel may have beside dropout. Keys do not begin where those of
+ * one draw do, or are not neighbours, in every other. */
+TEST(dropout_goes_with_all_else)
+{
+    static const case_shape shapes[] = {
+        { .B = 2, .Hq = 4, .Hk = 2, .Sq = 150, .Sk = 272, .D = 64 },
+        { .B = 1, .Hq = 2, .Sq = 210, .Sk = 336, .D = 120, .Dv = 96 },
+    };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 8; n++) {
+            const case_shape s = shapes[n % 2];
+            test_case c = case_new(&kernel, s);
+            c.a.dropout = (float[]){ 0.1f, 0.3f, 0.7f, 0.9f }[n / 2];
+            c.a.dropout_seed = 0xFEDCBA9876543210u + (uint64_t)n;
+            c.a.causal = n / 2 % 2;
+            if (n / 4) {
+                c.a.align = HEED_ALIGN_POSITION;
+                c.a.query_position = 130, c.a.key_position = n / 2 % 2 ? -8 : 5;
+            } else if (n / 2)
+                c.a.key_stride = 3;
+            if (n < 2)
+                case_mask(&c, s.B, 1, s.Sq, s.Sk, 0.7);
+            else if (n < 4)
+                case_alibi(&c, 1);
+            else if (n < 6)
+                case_bias(&c, kernel.dtype, 1, s.Hq, s.Sq, s.Sk);
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(bits_follow_positions_even_negative_ones)
 {
     for_each_kernel(EITHER_PASS, kernel)
@@ -119,6 +150,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_expected_result_is_that_without_dropout),
         cmocka_unit_test(every_kernel_drops_the_same_pairs),
+        cmocka_unit_test(dropout_goes_with_all_else),
         cmocka_unit_test(bits_follow_positions_even_negative_ones),
         cmocka_unit_test(a_rate_below_2_to_the_minus_17_is_none),
         cmocka_unit_test(the_seed_in_memory_is_added),

@@ -34,7 +34,7 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_forward_sm90scores                                                                                  \
     90, 90, 227 * 1024, 128,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SINK |       \
-            HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_LOOSE | HEED_FOR_TERMS
+            HEED_USES_DROPOUT | HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_LOOSE | HEED_FOR_TERMS
 #define HEED_NEEDS_backward_sm90                                                                                       \
     90, 90, 227 * 1024, 256,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_SOFTCAP | HEED_USES_SINK | HEED_USES_LENGTHS |                   \
@@ -48,8 +48,8 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_backward_sm90scores                                                                                 \
     90, 90, 227 * 1024, 128,                                                                                           \
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SINK |       \
-            HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_GRADIENTS | HEED_USES_ORDER |          \
-            HEED_USES_LOOSE | HEED_FOR_TERMS | HEED_FOR_ROOM
+            HEED_USES_DROPOUT | HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_GRADIENTS |        \
+            HEED_USES_ORDER | HEED_USES_LOOSE | HEED_FOR_TERMS | HEED_FOR_ROOM
 
 #define HEED_NEEDS_forward_split 80, 90, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
 #define HEED_NEEDS_backward_split 80, 90, HEED_SHARED_SMALL, 128, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)

@@ -330,6 +330,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
         return status;
     if (is_nothing(p))
         return clear_all(p, job.a, x);
+    job.a.scale *= job.a.keep_scale; /* from here on what dQ and dK leave with */
     job.L = terms.L, job.delta = terms.delta, job.terms = terms.terms, job.parts = terms.parts, job.pitch = terms.pitch;
     job.sums = terms.sums, job.turns = terms.turns, job.any_order = x->nondeterministic;
     job.grouped = t.of[0].grouped;

@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(256)
             t.delta[at * t.terms.times] = all;
         if (t.terms.most) {
             const float term = none ? -CUDART_INF_F * t.inverse : is_left_out(a, lse) ? LEFT_OUT : -L * t.inverse;
-            const uint4 x = both_terms(term, -all);
+            const float kept = 1.0f - (float)a.drop_below * 0x1p-16f; /* see differentiate_kept() */
+            const uint4 x = both_terms(term, -all * kept);
             t.terms.most[at] = make_uint2(x.x, x.z), t.terms.least[at * t.terms.times] = x.y & 0xFFFF | x.w << 16;
         } else
             t.L[at] = none ? CUDART_INF_F : L;

@@ -249,8 +249,9 @@ struct backward_shape {
     static constexpr int OWN_BYTES = tile_bytes<D, ROWS>, BYTES = tile_bytes<D, COLUMNS>;
     static constexpr int STAGE_AT = ADDS && D < 128 ? 1024 : 16; /* a multiple of this */
     /* Scores have a bias, a mask or ALiBi, for which there are so many bytes: backward_sm90_scores.cuh. Where these are too
-     * few, the kernel LENDS the second tile of dS, or of dQ, or both, to a problem that needs more. */
-    static constexpr bool TERMS = false, LENDS = false;
+     * few, the kernel LENDS the second tile of dS, or of dQ, or both, to a problem that needs more. DROPS: there is dropout,
+     * whose code would cost the others. */
+    static constexpr bool TERMS = false, DROPS = false, LENDS = false;
     static constexpr int SCORE_BYTES = 0;
 };
 

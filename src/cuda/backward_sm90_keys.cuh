@@ -17,11 +17,20 @@ template <class C> struct key_group {
     int group, slot; /* slot: of the work */
     int from, first; /* its first tile, and the first that the group meets */
     int care;        /* of the tile to come */
+    uint32_t kept;   /* dropout, of this tile: see kept_element() */
 };
 
 /* backward_sm90_scores.cuh, where C::TERMS: from products to all that is in the exponent. */
 template <class T, class C>
 __device__ inline void apply_terms(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile);
+
+/* The same, where C::DROPS: which P of a tile are kept, those that go into dV, and dP to dS. */
+template <class C>
+__device__ inline void draw_kept(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile);
+template <class C> __device__ inline void drop(uint32_t (&P)[COLUMNS / 16][4], const key_group<C> &x);
+template <class C>
+__device__ inline void differentiate_kept(float (&dP)[COLUMNS / 2], const key_group<C> &x, const backward_shared<C> &s,
+                                          int tile);
 
 /* Whether a piece of work has all heads that share its keys. */
 template <class C> __device__ inline bool is_whole(const backward_job &p, const piece &w)
@@ -175,6 +184,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if (!(C::WAYS & AHEAD))
         x.care = uniform(s.care[tile % C::FIRST][x.group]);
     keep_order(tile);
+    if constexpr (C::DROPS)
+        draw_kept<C>(p, x, s, tile);
     if constexpr (C::TERMS)
         apply_terms<T>(p, x, s, tile);
     if constexpr (C::NARROW) { /* S and dP do not fit in side by side, but the last quarter of S does */
@@ -193,6 +204,8 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
                 release_first(s, tile - 1);
         }
         pack_rows<T, COLUMNS>(P, x.S);
+        if constexpr (C::DROPS)
+            drop<C>(P, x);
     }
     wgmma_fence();
     multiply_columns<T, D, COLUMNS>(x.dV, P, dO); /* dV += P^T dO */
@@ -210,7 +223,9 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if (NEXT)
         start_next();
     wgmma_wait<NEXT ? 2 : 1>(); /* dP */
-    if (C::WAYS & EXACT)
+    if constexpr (C::DROPS)
+        differentiate_kept<C>(dP, x, s, tile);
+    else if (C::WAYS & EXACT)
         differentiate_by_column<CAPPED, C::ADDS>(dP, x.S, L, delta, rule);
     else
 #pragma unroll

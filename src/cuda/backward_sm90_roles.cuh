@@ -22,9 +22,9 @@ template <class T, class C>
 __device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const args &a, const key_rows &to)
 {
     const view &t = which ? a.d_v : a.d_k;
+    const float scale = !which ? a.scale : C::DROPS ? a.keep_scale : 1.0f;
     if (t.data)
-        store_result<T, C>(Y, which ? 1.0f : a.scale, t, which ? a.Dv : a.D, a.accumulate, to.rows, to.at,
-                           t.stride[2] * a.col_step);
+        store_result<T, C>(Y, scale, t, which ? a.Dv : a.D, a.accumulate, to.rows, to.at, t.stride[2] * a.col_step);
 }
 
 /* The first role meets one tile of queries. dV of a tile goes before S of the next, so that dO makes room early. first:

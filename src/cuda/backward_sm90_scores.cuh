@@ -1,4 +1,5 @@
-/* What the Hopper backward in one kernel adds to its scores, a bias and ALiBi, and what hides them besides the band, a mask.
+/* What the Hopper backward in one kernel adds to its scores, a bias and ALiBi, what hides them besides the band, a mask, and
+ * what leaves P out of O, dropout (dropout_sm90.cuh).
  *
  * Bias and mask of a tile of 64 queries and the own keys come by the copy engine, in pieces: rows are queries, of 128 bytes
  * (a bias: 64 keys of 16 bits, or 32 of fp32) or 64 (a mask). All pieces of a tile are a stage of one more ring, of as many
@@ -9,6 +10,7 @@
 #define HEED_CUDA_BACKWARD_SM90_SCORES_CUH
 
 #include "backward_sm90_keys.cuh"
+#include "dropout_sm90.cuh"
 
 /* ---- What there is ----------------------------------------------------------------------------------------------- */
 
@@ -25,12 +27,14 @@ struct scored_job : backward_job {
 
 constexpr int BIAS_PIECE = COLUMNS * 128, MASK_PIECE = COLUMNS * 64;
 
-/* SCORE_BYTES: of the ring, if it needs no more than this. */
-template <int D, int ROWS, int SLOTS, int FIRST, int SECOND, int WAYS, int DS, int SCORE_BYTES_>
+/* SCORE_BYTES: of the ring, if it needs no more than this. DROPS: dS of a P that was dropped wants it, which S still has where
+ * the kernel is EXACT. */
+template <int D, int ROWS, int SLOTS, int FIRST, int SECOND, int WAYS, int DS, int SCORE_BYTES_, bool DROPS_ = false>
 struct scored_shape : backward_shape<true, D, ROWS, SLOTS, FIRST, SECOND, WAYS, DS> {
     using base = backward_shape<true, D, ROWS, SLOTS, FIRST, SECOND, WAYS, DS>;
     static constexpr int SCORE_BYTES = SCORE_BYTES_, MOST_BYTES = base::GROUPS * (2 * BIAS_PIECE + MASK_PIECE);
-    static constexpr bool TERMS = true, LENDS = SCORE_BYTES < MOST_BYTES;
+    static constexpr bool TERMS = true, DROPS = DROPS_, LENDS = SCORE_BYTES < MOST_BYTES;
+    static_assert(!DROPS || WAYS & EXACT);
 };
 
 template <class C> struct scored_shared : backward_shared<C> {
@@ -38,6 +42,8 @@ template <class C> struct scored_shared : backward_shared<C> {
     float distance[4 * C::GROUPS]; /* ALiBi: from a warp's first key to the sequence's first query */
     int sequence[C::WORKS];        /* of a piece of work */
     int2 met[C::FIRST];            /* head and first column of a tile */
+    /* Dropout, for each warp: the seed, its sequence's first query's position, and the number of its first eight keys. */
+    uint4 drawn[C::DROPS ? 4 * C::GROUPS : 0];
 };
 
 /* What a bias or mask takes of a block's shared memory: second tiles of dS and dQ are left where 1. */
@@ -235,16 +241,93 @@ template <class C> __device__ inline float slope_of(const backward_job &p, backw
     return ((const float *)p.a.alibi.data)[row_at(p.a.alibi, with_scores(s).sequence[slot], head, 0)];
 }
 
-/* A piece of work. */
-template <class C> __device__ inline void begin_terms(const backward_job &p, key_group<C> &x, backward_shared<C> &s)
+/* ---- Dropout ----------------------------------------------------------------------------------------------------- */
+
+/* Of a tile a lane draws queries 8 (lane / 4) + 2 (lane % 4) and the next, for both eights of its warp's keys, and gets what
+ * lanes with as much lane % 4 have drawn for its own two keys. */
+
+/* Which element of the lane's scores a bit is of. */
+__device__ constexpr int kept_element(int bit) { return bit % 4 * 8 + bit / 16 * 4 + bit / 8 % 2 * 2 + bit / 4 % 2; }
+
+template <class C>
+__device__ inline void draw_kept(const backward_job &p, key_group<C> &x, backward_shared<C> &shared, int tile)
 {
-    if (!p.a.alibi.data)
+    const scored_shared<C> &s = with_scores(shared);
+    const int thread = thread_anew(), lane = thread % 32;
+    const int2 met = s.met[tile % C::FIRST];
+    const uint4 from = s.drawn[uniform(thread / 32)];
+    const uint32_t step = (uint32_t)(uint64_t)p.a.p_step;
+    const drop_source source = { (uint64_t)from.y << 32 | from.x, (uint32_t)met.x, (uint32_t)s.sequence[x.slot] };
+    if (are_eights_whole(p.a)) {
+        const uint32_t position = from.z + (met.y + lane / 4 * 8 + lane % 4 * 2) * step;
+        const drop_source::row_part rows[2] = { source.of_row(position), source.of_row(position + step) };
+        const uint32_t eights[2] = { from.w, from.w + 1 };
+        x.kept = draw_four(source, eights, rows, p.a.drop_below);
+        x.kept = exchange_bits(x.kept, 4, 16, 0x0000FFFF);
+        x.kept = exchange_bits(x.kept, 8, 1, 0x55555555);
+        x.kept = exchange_bits(x.kept, 16, 2, 0x33333333);
         return;
-    const piece &w = s.work[x.slot];
-    const span q = span_of(p.a, with_scores(s).sequence[x.slot]);
+    }
+    x.kept = 0;
+#pragma unroll 1
+    for (int bit = 0; bit < 32; bit++) { /* rare, and would be long otherwise */
+        const int e = kept_element(bit), query = met.y + lane % 4 * 2 + column_of(e);
+        const int key = s.work[x.slot].tile * C::ROWS + thread / 32 * 16 + lane / 4 + e / 2 % 2 * 8;
+        x.kept |= (uint32_t)source.keeps(p.a.r0 + key * p.a.r_step, from.z + query * step, p.a.drop_below) << bit;
+    }
+}
+
+/* Leaves those of packed P that are kept. */
+template <class C> __device__ inline void drop(uint32_t (&P)[COLUMNS / 16][4], const key_group<C> &x)
+{
+#pragma unroll
+    for (int bit = 0; bit < 32; bit += bit % 4 == 3 ? 5 : 1) { /* and the fourth from it on are of two neighbours */
+        const int e = kept_element(bit);
+        const uint32_t first = x.kept << (7 - bit % 8), second = x.kept << (3 - bit % 8);
+        P[e / 8][e / 2 % 4] &= pick_bytes(first, second, 0xCC88 + 0x1111 * (bit / 8));
+    }
+}
+
+/* dS = P (Z dP - delta) but for 1 / (1 - p), which gradients are multiplied with when they leave: P (dP - (1 - p) delta), which
+ * is what the product is, or where P was dropped, -P (1 - p) delta, of whose terms two suffice. */
+template <class C>
+__device__ inline void differentiate_kept(float (&dP)[COLUMNS / 2], const key_group<C> &x, const backward_shared<C> &s,
+                                          int tile)
+{
+    const uint4 *const terms = s.terms[tile % C::FIRST] + threadIdx.x % 4 * 2;
+    float dropped[COLUMNS / 4];
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 4; n++) {
+        const uint32_t two = terms[n / 2 * 8 + n % 2].z;
+        dropped[n] = __uint_as_float(two << 16) + __uint_as_float(two & 0xFFFF0000);
+    }
+#pragma unroll
+    for (int bit = 0; bit < COLUMNS / 2; bit++) {
+        const int e = kept_element(bit);
+        dP[e] = (x.kept >> bit & 1 ? dP[e] : dropped[e / 4 * 2 + e % 2]) * x.S[e];
+    }
+}
+
+/* ---- Tiles ------------------------------------------------------------------------------------------------------- */
+
+/* A piece of work. */
+template <class C>
+__device__ inline void begin_terms(const backward_job &p, key_group<C> &x, backward_shared<C> &shared)
+{
+    if (!C::DROPS && !p.a.alibi.data)
+        return;
+    scored_shared<C> &s = with_scores(shared);
+    const span q = span_of(p.a, s.sequence[x.slot]);
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0)
-        with_scores(s).distance[warp] = (float)(q.p0 - q.r0 - (w.tile * C::ROWS + warp * 16) * q.r_step);
+    if (threadIdx.x % 32 == 0) {
+        const int key = s.work[x.slot].tile * C::ROWS + warp * 16;
+        s.distance[warp] = (float)(q.p0 - q.r0 - key * q.r_step);
+        if (C::DROPS) {
+            const uint64_t seed = seed_of(p.a);
+            s.drawn[warp] = make_uint4((uint32_t)seed, (uint32_t)(seed >> 32), (uint32_t)(uint64_t)q.p0,
+                                       (uint32_t)(uint64_t)(q.r0 + key >> 3));
+        }
+    }
     __syncwarp();
 }
 

@@ -8,7 +8,10 @@
 /* What a warpgroup does between Q K^T and the exponentials where there is nothing to do: else see scores_sm90.cuh. */
 struct no_terms {
     template <class Work> __device__ void begin(const Work &, int) {}
+    template <class Work> __device__ void draw(const Work &, int, int) {}
     template <int N> __device__ bool apply(float (&)[N], int) { return true; } /* false: nothing is visible */
+    template <int N> __device__ void drop(uint32_t (&)[N][4]) {}
+    __device__ void finish(float (&)[2]) {}
 };
 
 /* What is fixed at compile time: head size, warpgroups of 64 rows each, keys at once, and how many blocks of K and of V

@@ -146,6 +146,13 @@ template <class T, class S> struct warpgroup {
         return false;
     }
 
+    /* P as the product with V wants it. */
+    template <int N> __device__ void pack(uint32_t (&P)[KEYS / 16][4], const float (&s)[N])
+    {
+        pack_rows<T, KEYS>(P, s);
+        terms.drop(P);
+    }
+
     /* P of the block that a tile begins with, or of the first keys of it: causal rows often see no more than half. */
     template <int N>
     __device__ void begin(uint32_t (&P)[KEYS / 16][4], row_state &x, const forward_work<S::ROWS> &w, int row, int seen,
@@ -158,12 +165,13 @@ template <class T, class S> struct warpgroup {
         pass_turn();
         uint32_t visible[2];
         const bool edge = look_at<N>(visible, w, row, seen - 1, w.clear_from, w.clear_to);
+        terms.draw(w, row, seen - 1);
         wgmma_wait<0>();
         release(sh.k_empty[stage]);
         if (seen == 1)
             release(sh.q_empty[group]);
         weigh_terms(s, seen - 1, x, edge, visible, unset);
-        pack_rows<T, KEYS>(P, s);
+        pack(P, s);
     }
 
     /* The blocks of a tile, S and O += P V one after the other: the other warpgroups keep the tensor core busy. The last
@@ -183,13 +191,14 @@ template <class T, class S> struct warpgroup {
             pass_turn();
             uint32_t visible[2];
             const bool edge = look_at<KEYS>(visible, w, row, j, clear_from, clear_to);
+            terms.draw(w, row, j);
             wgmma_wait<0>();
             release(sh.k_empty[stage]);
             if (j == 0)
                 release(sh.q_empty[group]);
             if (weigh_terms(s, j, x, edge, visible, unset) && j != seen - 1)
                 rescale(O, x);
-            pack_rows<T, KEYS>(P, s);
+            pack(P, s);
             multiply_values(O, P, j != seen - 1);
         }
     }
@@ -217,6 +226,7 @@ template <class T, class S> struct warpgroup {
             pass_turn();
             uint32_t visible[2];
             const bool edge = look_at<KEYS>(visible, w, row, j, clear_from, clear_to);
+            terms.draw(w, row, j);
             wgmma_wait<1>();
             release(sh.k_empty[stage]);
             if (j == 0)
@@ -226,7 +236,7 @@ template <class T, class S> struct warpgroup {
             finish();
             if (grew)
                 rescale(O, x);
-            pack_rows<T, KEYS>(P, s);
+            pack(P, s);
         }
         multiply_values(O, P, seen > 1);
     }
@@ -320,6 +330,7 @@ template <class T, class S> struct warpgroup {
                 x.l[0] += sums[0], x.l[1] += sums[2];
             }
             bool good = conclude<S>(x, a, w, row0 + lane() / 4, order.by, divide);
+            terms.finish(divide);
             const bool empty = __any_sync(~0u, divide[0] == 0.0f || divide[1] == 0.0f);
             finish(seen > 0);
             good &= send_out<T, S>(O, divide, empty, a, w, order.by, sh.out[group * 4 + warp], row0);

@@ -221,14 +221,24 @@ __device__ inline uint64_t seed_of(const args &a) { return a.seed + (a.seed_at ?
 
 constexpr uint32_t PHILOX_M0 = 0xD2511F53u, PHILOX_M1 = 0xCD9E8D57u, PHILOX_K0 = 0x9E3779B9u, PHILOX_K1 = 0xBB67AE85u;
 
-/* heed_philox() of internal.h, for eight key positions of one row at once, from round FIRST on. */
-template <int FIRST = 0> __device__ inline uint4 philox(uint64_t seed, uint4 c)
+__device__ inline void multiply_wide(uint32_t x, uint32_t y, uint32_t &low, uint32_t &high)
+{
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(x), "r"(y));
+    low = (uint32_t)product, high = (uint32_t)(product >> 32);
+}
+
+/* heed_philox() of internal.h, for eight key positions of one row at once, from round FIRST on. WIDE: both halves of a product
+ * by one instruction, as the compiler would not do it by itself; it wants pairs of registers. */
+template <int FIRST = 0, bool WIDE = false> __device__ inline uint4 philox(uint64_t seed, uint4 c)
 {
     uint32_t k0 = (uint32_t)seed + FIRST * PHILOX_K0, k1 = (uint32_t)(seed >> 32) + FIRST * PHILOX_K1;
 #pragma unroll
     for (int round = FIRST; round < 7; round++) {
         uint32_t low0 = PHILOX_M0 * c.x, low1 = PHILOX_M1 * c.z;
         uint32_t high0 = __umulhi(PHILOX_M0, c.x), high1 = __umulhi(PHILOX_M1, c.z);
+        if (WIDE)
+            multiply_wide(PHILOX_M0, c.x, low0, high0), multiply_wide(PHILOX_M1, c.z, low1, high1);
         c = make_uint4(high1 ^ c.y ^ k0, low1, high0 ^ c.w ^ k1, low0);
         k0 += PHILOX_K0;
         k1 += PHILOX_K1;
@@ -248,6 +258,44 @@ __device__ inline uint32_t kept_of_eight(uint4 w, uint32_t drop_below)
     }
     return kept;
 }
+
+/* The numbers of a head's pairs. The first two rounds of Philox do not mix what depends on the row with what depends on the
+ * keys, so a tile computes those once for each row and once for each eight keys. */
+struct drop_source {
+    uint64_t seed;
+    uint32_t h, b;
+    struct keys_part {
+        uint32_t x, y, z;
+    };
+    struct row_part {
+        uint32_t z, w;
+    };
+    __device__ keys_part of_keys(uint32_t eight) const
+    {
+        const uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32), z = __umulhi(PHILOX_M0, eight) ^ b ^ k1;
+        return { __umulhi(PHILOX_M1, z) ^ PHILOX_M1 * h ^ (k0 + PHILOX_K0), PHILOX_M1 * z,
+                 PHILOX_M0 * eight ^ (k1 + PHILOX_K1) };
+    }
+    __device__ row_part of_row(uint32_t position) const
+    {
+        const uint32_t x = __umulhi(PHILOX_M1, h) ^ position ^ (uint32_t)seed;
+        return { __umulhi(PHILOX_M0, x), PHILOX_M0 * x };
+    }
+    template <bool WIDE = false> __device__ uint4 numbers(const keys_part &keys, const row_part &row) const
+    {
+        return philox<2, WIDE>(seed, make_uint4(keys.x, keys.y, keys.z ^ row.z, row.w));
+    }
+    __device__ uint32_t kept(const keys_part &keys, const row_part &row, uint32_t drop_below) const
+    {
+        return kept_of_eight(numbers(keys, row), drop_below);
+    }
+    /* One pair, by its positions. */
+    __device__ bool keeps(int64_t key, uint32_t row, uint32_t drop_below) const
+    {
+        const uint4 x = philox(seed, make_uint4((uint32_t)(uint64_t)(key >> 3), row, h, b));
+        return kept_of_eight(x, drop_below) >> (key & 7) & 1;
+    }
+};
 
 /* Bit c is set where P of query r and key c is kept. The loop stays a loop: unrolled it would be a Philox a key. */
 template <class T>

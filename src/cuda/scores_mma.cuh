@@ -414,34 +414,6 @@ template <class Tile> struct kept_bits {
     __device__ bool at(int r, int c) const { return words[(r * C + c) / 32] >> (r * C + c) % 32 & 1; }
 };
 
-/* The numbers of a head's pairs. The first two rounds of Philox do not mix what depends on the row with what depends on the
- * keys, so a tile computes those once for each row and once for each eight keys. */
-struct drop_source {
-    uint64_t seed;
-    uint32_t h, b;
-    struct keys_part {
-        uint32_t x, y, z;
-    };
-    struct row_part {
-        uint32_t z, w;
-    };
-    __device__ keys_part of_keys(uint32_t eight) const
-    {
-        const uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32), z = __umulhi(PHILOX_M0, eight) ^ b ^ k1;
-        return { __umulhi(PHILOX_M1, z) ^ PHILOX_M1 * h ^ (k0 + PHILOX_K0), PHILOX_M1 * z,
-                 PHILOX_M0 * eight ^ (k1 + PHILOX_K1) };
-    }
-    __device__ row_part of_row(uint32_t position) const
-    {
-        const uint32_t x = __umulhi(PHILOX_M1, h) ^ position ^ (uint32_t)seed;
-        return { __umulhi(PHILOX_M0, x), PHILOX_M0 * x };
-    }
-    __device__ uint32_t kept(const keys_part &keys, const row_part &row, uint32_t drop_below) const
-    {
-        return kept_of_eight(philox<2>(seed, make_uint4(keys.x, keys.y, keys.z ^ row.z, row.w)), drop_below);
-    }
-};
-
 template <int MT, int NT, class T, int NEAR>
 __device__ inline void draw_tile(const query_major<MT, NT, T, NEAR> &t, kept_bits<query_major<MT, NT, T, NEAR>> &kept,
                                  const args &a, const span &s, const head &x)

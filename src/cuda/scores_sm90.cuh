@@ -1,4 +1,5 @@
-/* What the Hopper forward adds to its scores, a bias and ALiBi, and what hides them besides the band, a mask.
+/* What the Hopper forward adds to its scores, a bias and ALiBi, what hides them besides the band, a mask, and what leaves P out
+ * of O, dropout (dropout_sm90.cuh).
  *
  * Bias and mask of a warpgroup's 64 rows and a block of 64 keys come by the copy engine, in pieces of rows of 128 bytes (a
  * bias: 64 keys of 16 bits, or 32 of fp32) or 64 (a mask). Each warpgroup has a ring of buffers for its own pieces, which it
@@ -8,6 +9,7 @@
 #ifndef HEED_CUDA_SCORES_SM90_CUH
 #define HEED_CUDA_SCORES_SM90_CUH
 
+#include "dropout_sm90.cuh"
 #include "forward_sm90.cuh"
 
 #include <type_traits>
@@ -88,6 +90,58 @@ __device__ inline float2 floats_of(uint32_t two, __nv_bfloat16)
     return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000));
 }
 
+/* Dropout of a lane's two rows, which its quad shares: of a block's eights of keys a lane draws number lane % 4 and four on,
+ * and gets columns 2 (lane % 4) and the next of all. */
+struct row_drops {
+    drop_source source;
+    uint32_t eight; /* the lane's first of block 0 */
+    uint32_t kept;  /* of the block: bit 16 e + 8 (i / 4) + 4 r + i % 4 for the lane's column e of eight i, in row r */
+
+    static __device__ constexpr int eight_of(int bit) { return bit / 8 % 2 * 4 + bit % 4; }
+
+    template <class Work> static __device__ uint32_t position(const Work &w, int row)
+    {
+        return (uint32_t)(uint64_t)(w.s.p0 + (w.i0 + row) * w.s.p_step);
+    }
+
+    template <class Work> __device__ void begin(const args &a, const Work &w)
+    {
+        source = { seed_of(a), (uint32_t)w.h, (uint32_t)w.s.b };
+        eight = (uint32_t)(uint64_t)(w.s.r0 + w.first >> 3) + threadIdx.x % 4;
+    }
+
+    /* A block; row: the lane's first, on: keys of the tile before the block. */
+    template <class Work> __device__ void draw(const args &a, const Work &w, int row, int on)
+    {
+        if (are_eights_whole(a)) {
+            const uint32_t eights[2] = { eight + on / 8, eight + on / 8 + 4 };
+            const drop_source::row_part rows[2] = { source.of_row(position(w, row)),
+                                                    source.of_row(position(w, row + 8)) };
+            kept = draw_four(source, eights, rows, a.drop_below);
+            kept = exchange_bits(kept, 1, 1, 0x55555555);
+            kept = exchange_bits(kept, 2, 2, 0x33333333);
+            return;
+        }
+        kept = 0;
+#pragma unroll 1
+        for (int bit = 0; bit < 32; bit++) { /* rare, and would be long otherwise */
+            const int column = eight_of(bit) * 8 + threadIdx.x % 4 * 2 + bit / 16;
+            const int64_t key = w.s.r0 + (w.first + on + column) * w.s.r_step;
+            kept |= (uint32_t)source.keeps(key, position(w, row + (bit & 4) * 2), a.drop_below) << bit;
+        }
+    }
+
+    /* P is packed: its words are of two columns, and bits 16 apart become halves. */
+    __device__ void apply(uint32_t (&P)[4][4]) const
+    {
+#pragma unroll
+        for (int bit = 0; bit < 16; bit++) {
+            const int i = eight_of(bit), r = bit / 4 % 2;
+            P[i / 2][i % 2 * 2 + r] &= pick_bytes(kept << (7 - bit % 8), 0, 0xAA88 + 0x1111 * (bit / 8));
+        }
+    }
+};
+
 /* Scores are those of sm90.cuh: a lane has columns 8 i + 2 (lane % 4) and the next, of rows lane / 4 and 8 more. */
 template <class T, class S> struct scored_terms {
     scored_shared<S> &sh;
@@ -96,6 +150,7 @@ template <class T, class S> struct scored_terms {
     const int group;
     place_in_ring<S::PIECES> at;
     float slope, step, distance[2]; /* ALiBi: from the lane's first key in block 0 to its rows, and from key to key */
+    row_drops drops;
 
     __device__ int row() const { return threadIdx.x / 32 % 4 * 16; } /* the warp's first, of 64 */
 
@@ -208,6 +263,8 @@ template <class T, class S> struct scored_terms {
     /* A tile of rows; row: the lane's first. */
     __device__ void begin(const forward_work<S::ROWS> &w, int row)
     {
+        if (S::DROPS)
+            drops.begin(a, w);
         if (!a.alibi.data)
             return;
         slope = load(a.alibi, row_at(a.alibi, w.s.b, w.h, 0));
@@ -229,14 +286,33 @@ template <class T, class S> struct scored_terms {
             add_alibi(s, j, m.bias_pieces ? 1.0f : a.scale);
         return !m.mask_pieces || apply_mask(s);
     }
+
+    /* Which P of block j are kept, while its Q K^T is on the way; those are left in P that go into O. */
+    __device__ void draw(const forward_work<S::ROWS> &w, int row, int j)
+    {
+        if (S::DROPS)
+            drops.draw(a, w, row, j * S::KEYS);
+    }
+    __device__ void drop(uint32_t (&P)[S::KEYS / 16][4])
+    {
+        if (S::DROPS)
+            drops.apply(P);
+    }
+
+    /* What O is multiplied with in the end. */
+    __device__ void finish(float (&divide)[2])
+    {
+        if (S::DROPS)
+            divide[0] *= a.keep_scale, divide[1] *= a.keep_scale;
+    }
 };
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
-/* PIECES: buffers of each warpgroup. */
-template <class T_, int D, int GROUPS, int STAGES, bool OVERLAP, int PIECES_>
+/* PIECES: buffers of each warpgroup. DROPS: there is dropout, whose code would cost the others. */
+template <class T_, int D, int GROUPS, int STAGES, bool OVERLAP, int PIECES_, bool DROPS_>
 struct scored_shape : forward_shape<D, GROUPS, 64, STAGES, OVERLAP> {
-    static constexpr bool TERMS = true, LOWERS = std::is_same_v<T_, __half>;
+    static constexpr bool TERMS = true, LOWERS = std::is_same_v<T_, __half>, DROPS = DROPS_;
     static constexpr int PIECES = PIECES_, ALIGNED = 16; /* so that pieces are of few lines of memory */
     template <class T> using terms = scored_terms<T, scored_shape>;
 
