@@ -334,7 +334,7 @@ template <class T, class S> struct warpgroup {
             const bool empty = __any_sync(~0u, divide[0] == 0.0f || divide[1] == 0.0f);
             finish(seen > 0);
             good &= send_out<T, S>(O, divide, empty, a, w, order.by, sh.out[group * 4 + warp], row0);
-            if (!exact && seen > 0 && !good)
+            if (!exact && seen > 0 && !good && (!S::FEW || lane() == 0)) /* whose arrival the others wait for */
                 sh.fails(w.turn, S::part(group, only_now(n))); /* not part: the loop over keys wants its register */
             __syncwarp();
             release(closed);
