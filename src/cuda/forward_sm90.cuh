@@ -260,10 +260,10 @@ template <class T, class S> struct warpgroup {
             float e[KEYS / 2];
             release(sh.k_empty[ahead.at()]);
             ahead.next();
-            if (settle<S>(s, x, a, edge, visible, c, exact, unset) && j != seen - 1) {
-                wgmma_wait<0>();
+            const bool grew = settle<S>(s, x, a, edge, visible, c, exact, unset);
+            wgmma_wait<0>(); /* by all warps, as it must be, where only some have rows that grew */
+            if (grew && j != seen - 1)
                 rescale(O, x);
-            }
 #pragma unroll
             for (int i = 0; i < KEYS / 2; i++)
                 e[i] = fmaf(s[i], c, -x.offset[i / 2 % 2]);
