@@ -11,7 +11,7 @@
 #ifndef HEED_CUDA_BACKWARD_SPLIT_CUH
 #define HEED_CUDA_BACKWARD_SPLIT_CUH
 
-#include "split.cuh"
+#include "tile_split.cuh"
 
 /* Four warps own 16 rows each. At D = 256 there are registers for half of the columns of their results: two times four. */
 template <int D> constexpr int threads_of = D > 128 ? 256 : 128;

@@ -9,7 +9,7 @@
  * into the workspace. Either way the numbers are the same to the last bit.
  *
  * P carries 2^14, which cancels against l. O is kept in units of 2^-v, v being the least shift of the V tiles so far. */
-#include "split.cuh"
+#include "tile_split.cuh"
 #include "scores_mma.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
