@@ -426,4 +426,18 @@ template <class S> struct loader {
     }
 };
 
+/* By one thread. closers: arrivals that close a tile. */
+template <class S, class Shared> __device__ inline void init_barriers(Shared &sh, int closers)
+{
+    for (int i = 0; i < S::GROUPS; i++)
+        barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
+    for (int i = 0; i < S::STAGES; i++) {
+        barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 4 * S::GROUPS);
+        barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
+    }
+    for (int i = 0; i < AHEAD; i++)
+        barrier_init(shared_address(&sh.planned[i]), 32), barrier_init(shared_address(&sh.closed[i]), closers);
+    barrier_init(shared_address(&sh.v_landed), 1);
+}
+
 #endif

@@ -356,20 +356,6 @@ template <class T, class S> struct warpgroup {
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
-/* By one thread. closers: arrivals that close a tile. */
-template <class S> __device__ inline void init_barriers(forward_shared<S> &sh, int closers)
-{
-    for (int i = 0; i < S::GROUPS; i++)
-        barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
-    for (int i = 0; i < S::STAGES; i++) {
-        barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 4 * S::GROUPS);
-        barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
-    }
-    for (int i = 0; i < AHEAD; i++)
-        barrier_init(shared_address(&sh.planned[i]), 32), barrier_init(shared_address(&sh.closed[i]), closers);
-    barrier_init(shared_address(&sh.v_landed), 1);
-}
-
 /* What the first warpgroup does but for the warp that is left, one role a warp. */
 template <class S>
 __device__ inline void feed(forward_shared<S> &sh, const args &a, const tensor_map &q, const tensor_map &k,

@@ -369,16 +369,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     auto &sh = *(split_shared<S> *)memory;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < S::GROUPS; i++)
-            barrier_init(shared_address(&sh.q_full[i]), 1), barrier_init(shared_address(&sh.q_empty[i]), 4);
-        for (int i = 0; i < S::STAGES; i++) {
-            barrier_init(shared_address(&sh.k_full[i]), 1), barrier_init(shared_address(&sh.k_empty[i]), 4 * S::GROUPS);
-            barrier_init(shared_address(&sh.v_full[i]), 1), barrier_init(shared_address(&sh.v_empty[i]), 4 * S::GROUPS);
-        }
-        for (int i = 0; i < AHEAD; i++)
-            barrier_init(shared_address(&sh.planned[i]), 32),
-                barrier_init(shared_address(&sh.closed[i]), 4 * S::GROUPS + 1);
-        barrier_init(shared_address(&sh.v_landed), 1);
+        init_barriers<S>(sh, 4 * S::GROUPS + 1);
         barrier_init_done();
         prefetch_map(q.map), prefetch_map(k.map), prefetch_map(v.map);
     }
