@@ -3,6 +3,7 @@
     python3 bench/fp32.py errors [--lib PATH] [--kernel FAMILY] [--draws 4] [--tf32]   against fp64, by kind of data
     python3 bench/fp32.py errors --shape 2,8,300,64,causal 1,2,512,256 --kind "logits to 500" "q 1e-40" --draws 24
     python3 bench/fp32.py speed  [--lib PATH] [--kernel FAMILY]   between CUDA events, in turns and each by itself
+    python3 bench/fp32.py speed --shape 2,8,512,256 2,8,2048,192,causal
 
 Errors are relative to the RMS of the exact result, and a ratio below 1 means that heed's is the smaller one. PyTorch is
 its efficient backend, the only fused one it has for fp32.
@@ -62,6 +63,7 @@ SHORT = [((2, 8, 64, 64), False, 1), ((4, 4, 128, 32), True, 1), ((2, 8, 128, 64
          ((2, 4, 128, 192), False, 1), ((2, 4, 256, 256), True, 1), ((2, 4, 300, 256), True, 1)]
 LONG = [((2, 4, 512, 64), False, 1), ((2, 4, 512, 64), True, 1), ((2, 4, 1024, 64), False, 2),
         ((1, 2, 2048, 128), False, 1)]
+SPEED = [(8, 8, 1024, 64), (4, 16, 4096, 128), (1, 16, 16384, 128)]
 TF32 = 1
 
 
@@ -171,37 +173,36 @@ def by_itself(call, one_ms, budget_ms=60):
     return begin.elapsed_time(end) / repeats
 
 
-def report_speed(lib, kernel, backward):
+def report_speed(lib, kernel, backward, shapes):
     ways = ("forward", "backward") if backward else ("forward",)
     print("fp32 TFLOP/s and ratio, heed and PyTorch in turns; in brackets each by itself, over and over")
     print(f"{'':26}" + "".join(f"{way + ': heed':>18}{'PyTorch':>16}{'ratio':>15}" for way in ways))
-    for shape in ((8, 8, 1024, 64), (4, 16, 4096, 128), (1, 16, 16384, 128)):
-        for causal in (False, True):
-            q, k, v, g = (torch.randn(shape, device="cuda") for _ in range(4))
-            heed = Heed(lib, q, k, v, g, kernel, causal=int(causal))
-            flop = 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] / (2 if causal else 1) / 1e9
-            line = f"{','.join(map(str, shape)) + (' causal' if causal else ''):<26}"
-            leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-            with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-                o = scaled_dot_product_attention(*leaves, is_causal=causal)
+    for shape, causal, *_ in shapes or [(shape, causal) for shape in SPEED for causal in (False, True)]:
+        q, k, v, g = (torch.randn(shape, device="cuda") for _ in range(4))
+        heed = Heed(lib, q, k, v, g, kernel, causal=int(causal))
+        flop = 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] / (2 if causal else 1) / 1e9
+        line = f"{','.join(map(str, shape)) + (' causal' if causal else ''):<26}"
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            o = scaled_dot_product_attention(*leaves, is_causal=causal)
 
-                def forward():
-                    with torch.no_grad():
-                        scaled_dot_product_attention(*leaves, is_causal=causal)
+            def forward():
+                with torch.no_grad():
+                    scaled_dot_product_attention(*leaves, is_causal=causal)
 
-                def back():
-                    torch.autograd.grad(o, leaves, g, retain_graph=True)
+            def back():
+                torch.autograd.grad(o, leaves, g, retain_graph=True)
 
-                for way, ours, theirs in (("forward", heed.forward, forward), ("backward", heed.backward, back)):
-                    if way not in ways:
-                        continue
-                    ours(), theirs()
-                    turns = in_turns((ours, theirs))
-                    alone = [by_itself(call, ms) for call, ms in zip((ours, theirs), turns)]
-                    work = flop * (2.5 if way == "backward" else 1)
-                    rates = [f"{work / x:.1f} ({work / y:.1f})" for x, y in zip(turns, alone)]
-                    line += f"{rates[0]:>18}{rates[1]:>16}{f'{turns[1] / turns[0]:.2f} ({alone[1] / alone[0]:.2f})':>15}"
-            print(line, flush=True)
+            for way, ours, theirs in (("forward", heed.forward, forward), ("backward", heed.backward, back)):
+                if way not in ways:
+                    continue
+                ours(), theirs()
+                turns = in_turns((ours, theirs))
+                alone = [by_itself(call, ms) for call, ms in zip((ours, theirs), turns)]
+                work = flop * (2.5 if way == "backward" else 1)
+                rates = [f"{work / x:.1f} ({work / y:.1f})" for x, y in zip(turns, alone)]
+                line += f"{rates[0]:>18}{rates[1]:>16}{f'{turns[1] / turns[0]:.2f} ({alone[1] / alone[0]:.2f})':>15}"
+        print(line, flush=True)
 
 
 def main():
@@ -210,7 +211,7 @@ def main():
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--kernel", default=None)
     p.add_argument("--draws", type=int, default=4)
-    p.add_argument("--shape", type=cell_of, nargs="+", help="errors of these alone, such as 2,8,300,64,causal")
+    p.add_argument("--shape", type=cell_of, nargs="+", help="these alone, such as 2,8,300,64,causal")
     p.add_argument("--kind", choices=[*KINDS, *RARE], nargs="+", metavar="KIND", help="errors with these kinds of data alone")
     p.add_argument("--tf32", action="store_true", help="errors under HEED_TF32, beside PyTorch's matmul with tf32 allowed")
     p.add_argument("--long", action="store_true", help="errors of long sequences alone")
@@ -221,7 +222,7 @@ def main():
     if args.what == "errors":
         report_errors(lib, args)
     else:
-        report_speed(lib, args.kernel, not args.forward)
+        report_speed(lib, args.kernel, not args.forward, args.shape)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,8 @@ static const listed list[] = {
     { "one query", { 2, 8, 2, 1, 300, 128, 128 }, { 0 }, 0 },
     { "strided views", { 2, 3, 3, 45, 66, 40, 40 }, { .causal = 1 }, WITH_VIEWS | WITH_MASK },
     { "large heads", { 1, 1, 1, 40, 50, 256, 192 }, { 0 }, 0 },
+    { "wide heads, causal", { 1, 2, 1, 130, 150, 256, 256 }, { .causal = 1 }, 0 },
+    { "wide heads, ragged", { 3, 2, 1, 130, 150, 160, 160 }, { .causal = 1 }, WITH_RAGGED },
     { "negative scale", { 1, 2, 2, 40, 50, 32, 32 }, { .scaled = 1, .scale = -0.3 }, 0 },
     { "zero scale", { 1, 2, 2, 40, 50, 32, 32 }, { .scaled = 1 }, 0 },
     { "large scores", { 1, 2, 2, 40, 50, 32, 32 }, { .scaled = 1, .scale = 8 }, 0 },

@@ -177,7 +177,7 @@ enum {
 #define HEED_SHORT 256        /* rows or keys, */
 #define HEED_AT_ONCE 128      /* keys that such a kernel meets together, whatever the rows, */
 #define HEED_AT_ONCE_WIDE 96  /* with head sizes above 64 */
-#define HEED_SHORT_WIDE 192   /* with head sizes from 65 to 128 in fp32, or a mask or bias in 16 bits, */
+#define HEED_SHORT_WIDE 192   /* with head sizes above 64 in fp32, or a mask or bias in 16 bits, */
 #define HEED_SHORT_WIDEST 128 /* above 64 in 16 bits, or above 128 with more than scale and band */
 
 #define HEED_ANY_ARCH INT32_MAX
@@ -232,10 +232,10 @@ unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
 
 /* Whether there are so many rows or keys that it pays what the kernels of HEED_FOR_LONG do first: in fp32 with keys beyond
- * those of short sequences. */
+ * those of short sequences, or with head sizes above 128, where others are slower still. */
 static inline int heed_is_long(const heed_problem *p)
 {
-    const int sooner = p->a.q.dtype == HEED_F32 && p->full.keys > HEED_SHORT_WIDE;
+    const int sooner = p->a.q.dtype == HEED_F32 && (p->full.keys > HEED_SHORT_WIDE || HEED_MAX(p->D, p->Dv) > 128);
     return sooner || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG;
 }
 

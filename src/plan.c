@@ -240,10 +240,10 @@ int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size)
     const int64_t most = any_rows ? keys : HEED_MAX(p->Sq, keys), width = bytes == 4 && head_dim > 32 ? 64 : head_dim;
     const int terms = bytes == 2 && (p->a.mask.data || p->a.bias.data), wide = head_dim > (bytes == 2 ? 64 : 128),
               general = wide && is_general(p); /* for which wide rows leave no registers */
-    const int64_t limit = !(uses & HEED_ONLY_SHORT)           ? HEED_SMALL / width /* fp32 is computed as 32 or 64 */
-                          : wide && (bytes == 2 || general)   ? HEED_SHORT_WIDEST
-                          : terms || (head_dim > 64 && !wide) ? HEED_SHORT_WIDE
-                                                              : HEED_SHORT;
+    const int64_t limit = !(uses & HEED_ONLY_SHORT)         ? HEED_SMALL / width /* fp32 is computed as 32 or 64 */
+                          : wide && (bytes == 2 || general) ? HEED_SHORT_WIDEST
+                          : terms || head_dim > 64          ? HEED_SHORT_WIDE
+                                                            : HEED_SHORT;
     if (most > limit)
         snprintf(why, size, "takes up to %" PRId64 " %s %s, these are %" PRId64, limit, keys == most ? "keys" : "rows",
                  terms ? "with a mask or bias" : "of this head_dim", most);

@@ -1,5 +1,5 @@
-/* Backward for fp32 on Hopper, head sizes to 128: a pass splits all operands, then come the kernels of
- * backward_sm90split.cuh, and what these have marked backward_split.cu computes again. */
+/* Backward for fp32 on Hopper: a pass splits all operands, then come the kernels of backward_sm90split.cuh, or above head size
+ * 128 the one of backward_sm90split_wide.cu, and what these have marked backward_split.cu computes again. */
 #include "backward_sm90split.cuh"
 
 /* ---- Kernels ----------------------------------------------------------------------------------------------------- */
@@ -210,11 +210,14 @@ size_t heed_backward_workspace_sm90split(const heed_problem *p, const heed_plan 
 {
     (void)plan;
     split_space s = {};
-    return lay_out(p, NULL, &s) + heed_cuda_others_bytes(p);
+    return split_width_of(p) > 128 ? heed_backward_workspace_sm90split_wide(p)
+                                   : lay_out(p, NULL, &s) + heed_cuda_others_bytes(p);
 }
 
 heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
+    if (split_width_of(p) > 128)
+        return heed_backward_sm90split_wide(p, plan, x);
     split_space s = {};
     split_job job = {};
     args a;

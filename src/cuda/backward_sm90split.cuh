@@ -69,8 +69,8 @@ template <int HEAD> struct gradient {
         e[0] = e[1] = 1000;
     }
 
-    /* += T, which is in units of 2^-by. */
-    __device__ void add(const float (&T)[HEAD / 2], const int (&by)[2])
+    /* What sums of STEPS instructions in units of 2^-by are to be multiplied with when they are added. */
+    template <int STEPS> __device__ void prepare(const int (&by)[2], float (&now)[2])
     {
         if (__any_sync(~0u, by[0] < e[0] - 30 || by[1] < e[1] - 30)) { /* now and then, so that nothing overflows */
             const int least[2] = { min(e[0], by[0]), min(e[1], by[1]) };
@@ -80,11 +80,23 @@ template <int HEAD> struct gradient {
                 x[i] *= down[i / 2 % 2];
             e[0] = least[0], e[1] = least[1];
         }
-        const float now[2] = { power(e[0] - by[0]) * given_back<COLUMNS / 16>,
-                               power(e[1] - by[1]) * given_back<COLUMNS / 16> };
+        now[0] = power(e[0] - by[0]) * given_back<STEPS>, now[1] = power(e[1] - by[1]) * given_back<STEPS>;
+    }
+
+    /* += T now, to some columns. */
+    template <int N> __device__ void add_columns(int first, const float (&T)[N], const float (&now)[2])
+    {
 #pragma unroll
-        for (int i = 0; i < HEAD / 2; i++)
-            x[i] = fmaf(T[i], now[i / 2 % 2], x[i]);
+        for (int i = 0; i < N; i++)
+            x[first / 2 + i] = fmaf(T[i], now[i / 2 % 2], x[first / 2 + i]);
+    }
+
+    /* += T, which is in units of 2^-by. */
+    __device__ void add(const float (&T)[HEAD / 2], const int (&by)[2])
+    {
+        float now[2];
+        prepare<COLUMNS / 16>(by, now);
+        add_columns(0, T, now);
     }
 
     /* Writes those of the rows that are there. at(r): of row r of 64. */
@@ -104,23 +116,23 @@ template <int HEAD> struct gradient {
 /* What takes S to exponents of 2. */
 template <int HEAD> __device__ inline float exponent_scale(const args &a, int shifts)
 {
-    return exponents_back<HEAD / 16> * fmaxf(fminf(times_power(a.scale, -shifts), 2e38f), 1.2e-38f);
+    return exponents_back<HEAD> * fmaxf(fminf(times_power(a.scale, -shifts), 2e38f), 1.2e-38f);
 }
 
 /* S becomes P 2^14, with L(e) of element e. range: the columns that this lane's rows see. In the exponent 14 would cost
  * four bits of the largest P. */
-template <class Terms>
-__device__ inline void weigh(float (&S)[COLUMNS / 2], float c, bool whole, const int2 *range, int column, Terms L)
+template <int N, class Terms>
+__device__ inline void weigh(float (&S)[N], float c, bool whole, const int2 *range, int column, Terms L)
 {
 #pragma unroll
-    for (int e = 0; e < COLUMNS / 2; e++)
+    for (int e = 0; e < N; e++)
         S[e] = exp2_fast(fmaf(S[e], c, -L(e))) * power(TOP);
     if (whole)
         return;
     const int low[2] = { range[0].x - column, range[8].x - column };
     const int high[2] = { range[0].y - column, range[8].y - column };
 #pragma unroll
-    for (int e = 0; e < COLUMNS / 2; e++) {
+    for (int e = 0; e < N; e++) {
         const int i = column_of(e), r = e / 2 % 2;
         S[e] = i >= low[r] && i < high[r] ? S[e] : 0.0f;
     }
@@ -128,17 +140,16 @@ __device__ inline void weigh(float (&S)[COLUMNS / 2], float c, bool whole, const
 
 /* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14.
  * pass(i, dS): these of dS, times 2^14. */
-template <class Weights, class Terms, class Pass>
-__device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weights P, Terms delta, int (&by)[2],
-                                     Pass pass)
+template <int N, class Weights, class Terms, class Pass>
+__device__ inline void differentiate(float (&dP)[N], int shifts, Weights P, Terms delta, int (&by)[2], Pass pass)
 {
     for (; shifts > 100; shifts -= 100) /* so that its power of two is a number of fp32 */
 #pragma unroll
-        for (int e = 0; e < COLUMNS / 2; e++)
+        for (int e = 0; e < N; e++)
             dP[e] *= power(-100);
     const float down = power(max(-126, min(127, -shifts))) * given_back<4>;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 8; i++) {
+    for (int i = 0; i < N / 4; i++) {
         const float4 four = P(i);
         const float weights[4] = { four.x, four.y, four.z, four.w };
 #pragma unroll
@@ -146,7 +157,7 @@ __device__ inline void differentiate(float (&dP)[COLUMNS / 2], int shifts, Weigh
             dP[4 * i + e] = fmaf(dP[4 * i + e], down, -delta(4 * i + e)) * weights[e];
         pass(i, &dP[4 * i]);
     }
-    raise_rows((float(&)[1][COLUMNS / 8][4]) dP, by);
+    raise_rows((float(&)[1][N / 4][4]) dP, by);
     by[0] += TOP, by[1] += TOP;
 }
 
@@ -522,5 +533,10 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
         release(&s.own_free[slot]);
     });
 }
+
+/* ---- Head sizes from 129 to 256: backward_sm90split_wide.cu ------------------------------------------------------ */
+
+size_t heed_backward_workspace_sm90split_wide(const heed_problem *p);
+heed_status heed_backward_sm90split_wide(const heed_problem *p, const heed_plan *plan, const heed_exec *x);
 
 #endif

@@ -6,18 +6,19 @@ static_assert(sizeof(shared_backward<64>) <= HEED_SHARED_SMALL && sizeof(shared_
 
 /* The rows that are marked, by few blocks, as there are seldom any. */
 template <int D>
-__global__ void __launch_bounds__(threads_of<D>, 2)
+__global__ void __launch_bounds__(threads_of<D>, D > 128 ? 1 : 2)
     backward_marked(const __grid_constant__ args a, const __grid_constant__ split_tensors split, kinds n,
                     int exact_below, marked only)
 {
 #if HEED_SPLIT_HERE
     wait_for_last();
-    if (*only.any)
+    if constexpr (D <= 128 || __CUDA_ARCH__ >= 900) /* of which no other has the shared memory */
+        if (*only.any)
 #pragma unroll 1
-        for (int block = blockIdx.x; block < n.dk + n.dv + n.dq; block += gridDim.x) {
-            compute_block<D, D == 128, true>(a, split, n, block, exact_below, only);
-            __syncthreads();
-        }
+            for (int block = blockIdx.x; block < n.dk + n.dv + n.dq; block += gridDim.x) {
+                compute_block<D, D != 64, true>(a, split, n, block, exact_below, only);
+                __syncthreads();
+            }
 #endif
 }
 
@@ -33,8 +34,10 @@ static heed_status run_marked(const args &a, const split_tensors &split, const m
 heed_status heed_cuda_backward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
                                       const heed_exec *x)
 {
-    return split_width(a) == 64 ? run_marked<64>(a, split, only, blocks, x)
-                                : run_marked<128>(a, split, only, blocks, x);
+    const int width = split_width(a);
+    return width == 64    ? run_marked<64>(a, split, only, blocks, x)
+           : width == 128 ? run_marked<128>(a, split, only, blocks, x)
+                          : run_marked<256>(a, split, only, blocks, x);
 }
 
 size_t heed_backward_workspace_split(const heed_problem *p, const heed_plan *plan)

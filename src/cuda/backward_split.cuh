@@ -315,7 +315,7 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
         else
             clear(dP);
         differentiate<GENERAL>(t, dt, s.facts + (KEYS ? slot * MEET : 0), a, q, x, own1.s + met1.s, own2.s + met2.s,
-                               AGAIN && !exactly ? exponents_back<D / 16> : LOG2E, AGAIN && !split.facts, whole);
+                               AGAIN && !exactly ? exponents_back<D> : LOG2E, AGAIN && !split.facts, whole);
         if (WHICH & SECOND)
             y2.add(S, sB2 + column0 / 64 * MEET * 128, met2.s);
         if (WHICH & FIRST)

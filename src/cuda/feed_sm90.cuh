@@ -332,6 +332,7 @@ template <class S> __device__ inline void clear_rows(forward_shared<S> &sh, char
  * tile too. */
 template <class S> struct loader {
     static constexpr int KV_BYTES = tile_bytes<S::D, S::KEYS>;
+    static constexpr bool ALONE = S::STAGES == 1; /* K of the next block has to wait until S of this one is done */
     forward_shared<S> &sh;
     const tensor_map &k, &v;
     const bool ragged, leader; /* ragged: rows may follow a sequence that are not its own */
@@ -411,12 +412,14 @@ template <class S> struct loader {
              blocks = next, first = false) { /* first comes a tile of no blocks */
             const int n = count - 1;
             for (int j = max(blocks - 1, 0); j >= 0; j--) {
+                if (ALONE && blocks)
+                    load_v(n, j);
                 if (j == 0)
                     next = next_tile();
                 const int ahead = (j > 0 ? j : next) - 1;
                 if (ahead >= 0)
                     load_k(j > 0 ? n : n + 1, ahead);
-                if (blocks)
+                if (!ALONE && blocks)
                     load_v(n, j);
             }
             if (!first)

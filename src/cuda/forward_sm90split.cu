@@ -1,4 +1,4 @@
-/* Forward for fp32 on Hopper, head sizes to 128: each operand is two numbers of fp16 (split.cuh), and the rest is like
+/* Forward for fp32 on Hopper, head sizes to 256: each operand is two numbers of fp16 (split.cuh), and the rest is like
  * forward_sm90.cuh, whose planner and loader serve here too. To them a tensor of D columns of fp32 is one of 2 D columns
  * of fp16, which a pass before the kernel has written: hi, then lo. Q is met once, so where the copy engine can bring it as
  * it is the warpgroup splits it in its place. Two to four warpgroups of 64 rows each compute
@@ -8,20 +8,22 @@
  * over the keys from the first to the last, 64 at a time: under a causal mask the first rows of a tile are done before the
  * others, and their warpgroup is at the next tile meanwhile. The tensor core cuts where fp32 rounds, so each 64 keys of O are
  * summed by themselves and added to the others in fp32. Either the next S is in the tensor core together with the present
- * O; or, where this leaves registers for a fourth warpgroup, each has one product after the other.
+ * O; or, where this leaves registers for a fourth warpgroup, each has one product after the other. So it is above head size
+ * 128 too, where O leaves no registers: P V is added to it 64 columns at a time, and at 256 there is room for 32 keys at a time.
  *
  * Where two numbers of fp16 do not hold what is needed for a score, or where something is infinite or not a number, the
  * rows are marked, and forward_split.cu computes them again. */
 #include "forward_sm90.cuh"
 #include "split_sm90.cuh"
 
-template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_> struct split_shape {
+template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_, int KEYS_ = SPLIT_ROWS> struct split_shape {
     static constexpr int HEAD = HEAD_, PARTS = PARTS_, D = PARTS * HEAD, GROUPS = GROUPS_, ROWS = 64 * GROUPS,
-                         KEYS = SPLIT_ROWS, ALIGNED = KEYS, EDGES = ROWS;
+                         KEYS = KEYS_, ALIGNED = SPLIT_ROWS, EDGES = ROWS;
     static constexpr int STAGES = STAGES_, THREADS = 128 + 128 * GROUPS, WARPS_OUT = 1; /* of none */
-    static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32;
-    static constexpr int REGISTERS = GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
-    static constexpr bool OVERLAP = GROUPS < 4, FORTH = true, FEW = false, TERMS = false;
+    static constexpr bool WIDE = HEAD > 128; /* O leaves no registers for all of P V */
+    static constexpr int PRODUCER_REGISTERS = WIDE ? 56 : GROUPS == 2 ? 40 : 32;
+    static constexpr int REGISTERS = WIDE ? 224 : GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
+    static constexpr bool OVERLAP = GROUPS < 4 && !WIDE, FORTH = true, FEW = false, TERMS = false;
 
     /* Who sees the fewest keys of one tile, and is done with it first, sees the most of the next. */
     static __device__ int part(int group, int n) { return n % 2 ? GROUPS - 1 - group : group; }
@@ -108,7 +110,7 @@ __device__ inline bool weigh_split(float (&s)[S::KEYS / 2], split_state &x, floa
 #pragma unroll
         for (int i = 0; i < S::KEYS / 4; i++) {
             float &p = s[i / 2 * 4 + 2 * r + i % 2];
-            p = exp2_fast(fmaf(p, c * exponents_back<S::HEAD / 16>, -x.offset[r]));
+            p = exp2_fast(fmaf(p, c * exponents_back<S::HEAD>, -x.offset[r]));
             two[i % 2] += p;
         }
         sum[r] = two[0] + two[1];
@@ -207,7 +209,8 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         /* Where those of 32 blocks are, among them block j. */
         const auto shifts_at = [&](int j) {
             const int64_t first = split_at(split.k, w.s.k_batch, w.hk, w.s.k_row + w.first);
-            return first + min(j / 32 * 32 + (int)threadIdx.x % 32, w.blocks - 1) * S::KEYS;
+            const int key = min(j / 32 * 32 + (int)threadIdx.x % 32, w.blocks - 1) * S::KEYS;
+            return first + key / SPLIT_ROWS * SPLIT_ROWS;
         };
         const int *const k_shifts = (const int *)split.k.shifts, *const v_shifts = (const int *)split.v.shifts;
         int first[2] = {}; /* asked for early, and looked at when Q is there */
@@ -230,7 +233,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         for (int i = 0; i < S::HEAD / 2; i++)
             O[i] = 0.0f;
         int least = 1000, j = seen > 0 ? from : 0;
-        operand hi, lo;
+        operand_of<S::KEYS> hi, lo;
         /* What takes S of block j to logits. */
         const auto scale_of = [&](int j) {
             if (j && j % 32 == 0)
@@ -261,7 +264,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                     O[i] *= down;
                 least = v.s;
             }
-            return power(max(least - v.s, -127)) * (edge ? 1.0f : given_back<SPLIT_ROWS / 16>);
+            return power(max(least - v.s, -127)) * (edge ? 1.0f : given_back<S::KEYS / 16>);
         };
         const auto release_q = [&]() { release(shared_address(&sh.q_empty[group()])); };
         const auto skip = [&](int blocks) {
@@ -275,12 +278,12 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             }
         };
         skip(j);
-        if (!S::OVERLAP) {
+        if constexpr (!S::OVERLAP) {
             if (seen == 0)
                 release_q();
 #pragma unroll 1
             for (; j < seen; j++) {
-                float s[S::KEYS / 2], T[S::HEAD / 2], none[2] = {}, now[2], c;
+                float s[S::KEYS / 2], none[2] = {}, now[2], c;
                 bool edge;
                 wait(k_full + 8 * at.at(), at.parity());
                 multiply_scores<S::HEAD, 64, S::PARTS>(s, Q, on(K0, uniform(at.at()) * K_BYTES), [&]() {
@@ -294,9 +297,18 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                 weigh(s, j, c, edge, none);
                 split_weights(hi, lo, s);
                 wait(v_full + 8 * at.at(), at.parity());
-                multiply_in_turn<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
-                release(v_empty + 8 * at.at());
-                promote(O, T, now);
+                if constexpr (S::WIDE) {
+                    multiply_by_panels<S::HEAD, S::HEAD / 64>(hi, lo, on(V0, uniform(at.at()) * V_BYTES), 0,
+                                                              [&](int panel, const float(&T)[32]) {
+                                                                  promote((float(&)[32])O[panel * 32], T, now);
+                                                              });
+                    release(v_empty + 8 * at.at());
+                } else {
+                    float T[S::HEAD / 2];
+                    multiply_in_turn<S::HEAD, S::PARTS>(T, hi, lo, on(V0, uniform(at.at()) * V_BYTES));
+                    release(v_empty + 8 * at.at());
+                    promote(O, T, now);
+                }
                 at.next();
             }
         } else {
@@ -405,9 +417,9 @@ template <class S> static int64_t choose_tiles(const args &a, int units)
     const int clocks[] = { 0, 29, 31, 37, 46 }; /* of 64 keys, in hundreds, by warpgroups that have rows */
     const int64_t parts = tiles_of(a.Sq, 64), heads = (int64_t)a.B * a.Hq;
     int64_t best = tiles_of(a.Sq, S::ROWS), least = INT64_MAX;
-    if (S::HEAD == 128 && S::PARTS == 2 && heads * parts <= units)
+    if (S::HEAD >= 128 && S::PARTS == 2 && heads * parts <= units)
         best = parts; /* 64 rows take 29 for 40 of 128: less where there is room for all at once */
-    for (int groups = S::GROUPS; groups > 0 && !S::OVERLAP; groups--) {
+    for (int groups = S::GROUPS; groups > 0 && S::GROUPS == 4; groups--) {
         const int64_t tiles = tiles_of(parts, groups), rounds = tiles_of(heads * tiles, units);
         const int64_t halves = a.left >= FAR && a.right >= FAR ? 2 * rounds * units
                                                                : HEED_MAX(2 * units, heads * (tiles + 1));
@@ -473,17 +485,27 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
     const int units = plan->device.units;
     split_tensors split = {};
     lay_out(p, x->workspace, split);
-    split.hi_only = p->precision == HEED_TF32;
+    const int width = split_width(a);
+    split.hi_only = p->precision == HEED_TF32 && width <= 128;
+    split.columns = width <= 128 ? width : split_columns(a);
     const bool q_whole = !split.hi_only && is_whole(p->a.q, a.q);
     split_tensors pass = split;
     if (q_whole)
         pass.q.rows = NULL;
     heed_status status = start.status ? start.status : heed_cuda_split(a, pass, false, NULL, x);
     if (!status && split.hi_only)
-        status = split_width(a) == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, q_whole, units, x)
-                                      : run<split_shape<128, 1, 2, 4>>(a, split, q_whole, units, x);
+        status = width == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, q_whole, units, x)
+                             : run<split_shape<128, 1, 2, 4>>(a, split, q_whole, units, x);
     else if (!status)
-        status = split_width(a) == 64 ? run<split_shape<64, 2, 4, 4>>(a, split, q_whole, units, x)
-                                      : run<split_shape<128, 2, 2, 2>>(a, split, q_whole, units, x);
-    return status ? status : heed_cuda_forward_marked(a, { split.zeros + 2, NULL, split.q.marks }, 2 * units, x);
+        status = width == 64            ? run<split_shape<64, 2, 4, 4>>(a, split, q_whole, units, x)
+                 : width == 128         ? run<split_shape<128, 2, 2, 2>>(a, split, q_whole, units, x)
+                 : split.columns == 192 ? run<split_shape<192, 2, 2, 1>>(a, split, q_whole, units, x)
+                                        : run<split_shape<256, 2, 2, 1, 32>>(a, split, q_whole, units, x);
+    const marked only = { split.zeros + 2, NULL, split.q.marks };
+    if (!status && width == 256 && (q_whole || split.columns < width)) { /* what is marked wants all in its own way */
+        pass = split;
+        pass.columns = 0, pass.zeros = pass.q.marks = NULL;
+        status = heed_cuda_split(a, pass, true, only.any, x);
+    }
+    return status ? status : heed_cuda_forward_marked(a, split, only, 2 * units, x);
 }

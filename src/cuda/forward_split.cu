@@ -226,17 +226,21 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
         const bool exactly = own.strange | k_shift.strange || shifts < exact_below;
         if (like::BY_TURNS) {
             typedef float half[MT][NT / 2][4];
-            if (!exactly)
+            if (!exactly && AGAIN)
+                multiply_split_again<D, BR, KEYS>((half &)S[0][0], sQ, row0, slot(i), 0);
+            else if (!exactly)
                 multiply_split_rows<D, BR, KEYS>((half &)S[0][0], sQ, row0, slot(i), 0);
             wait_copies<0>();
             __syncthreads(); /* the second K is here, and the first no longer needed */
             copy_tile(i + 3);
-            if (!exactly)
+            if (!exactly && AGAIN)
+                multiply_split_again<D, BR, KEYS>((half &)S[0][NT / 2], sQ, row0, slot(i + 1), 0);
+            else if (!exactly)
                 multiply_split_rows<D, BR, KEYS>((half &)S[0][NT / 2], sQ, row0, slot(i + 1), 0);
         }
         if (exactly)
             multiply_exactly(t, a, q, x, own.s, shifts - own.s);
-        else if (AGAIN)
+        else if (AGAIN && !like::BY_TURNS)
             multiply_split_again<D, BR, KEYS>(S, sQ, row0, sK, n0 % KEYS);
         else if (!like::BY_TURNS)
             multiply_split_rows<D, BR, KEYS>(S, sQ, row0, sK, n0 % KEYS); /* S = Q K^T 2^shifts */
@@ -251,7 +255,8 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
         }
         float c = 1.0f, c2 = LOG2E;
         if (GENERAL) {
-            const float up = power(-shifts / 2), further = power(-shifts - -shifts / 2);
+            const float up = power(-shifts / 2) * (AGAIN && !exactly ? given_back<score_steps<D>> : 1.0f),
+                        further = power(-shifts - -shifts / 2);
 #pragma unroll
             for (int r = 0; r < MT * 2; r++)
 #pragma unroll
@@ -262,7 +267,7 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
             if (!whole)
                 hide_outside_band(t);
             c = fmaxf(fminf(times_power(a.scale, -shifts), 3e38f), 1.2e-38f); /* 0 and inf times -inf would be NaN */
-            c2 = c * (AGAIN && !exactly ? exponents_back<D / 16> : LOG2E);
+            c2 = c * (AGAIN && !exactly ? exponents_back<D> : LOG2E);
         }
         float before[MT * 2], now[MT * 2];
         softmax_step(S, m, l, before, c, c2);
@@ -319,16 +324,21 @@ __global__ void __launch_bounds__(THREADS, 2)
 /* The tiles that are marked, by few blocks, as there are seldom any. */
 template <int D>
 __global__ void __launch_bounds__(THREADS, 2)
-    forward_marked(const __grid_constant__ args a, int tiles, int exact_below, marked only)
+    forward_marked(const __grid_constant__ args a, const __grid_constant__ split_tensors split, int tiles,
+                   int exact_below, marked only)
 {
 #if HEED_SPLIT_HERE
     wait_for_last();
-    if (*only.any)
+    if (!*only.any)
+        return;
+    if constexpr (D <= 128) {
 #pragma unroll 1
         for (int number = blockIdx.x; number < tiles * a.Hq * a.B; number += gridDim.x) {
-            compute_tile<D, false, true, true, 2>(a, {}, number, tiles, exact_below, only.queries);
+            compute_tile<D, false, true, true, 2>(a, split, number, tiles, exact_below, only.queries);
             __syncthreads();
         }
+    } else if constexpr (__CUDA_ARCH__ >= 900) /* a block for each: there are no registers for the loop */
+        compute_tile<D, true, false, true, 3>(a, split, blockIdx.x, tiles, exact_below, only.queries);
 #endif
 }
 
@@ -342,17 +352,25 @@ static heed_status run(const args &a, const split_tensors &split, const heed_exe
                   split_exact_below(a));
 }
 
-template <int D> static heed_status run_marked(const args &a, const marked &only, int blocks, const heed_exec *x)
+template <int D>
+static heed_status run_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
+                              const heed_exec *x)
 {
-    static_assert(shape<D, true, 2>::BR == SPLIT_ROWS, "a mark for each tile");
+    constexpr bool ALONE = D <= 128;
+    constexpr int SLOTS = ALONE ? 2 : 3;
+    static_assert(shape<D, ALONE, SLOTS>::BR == SPLIT_ROWS, "a mark for each tile");
     const int64_t tiles = tiles_of(a.Sq, SPLIT_ROWS), all = tiles * a.Hq * a.B;
-    return launch_next(forward_marked<D>, HEED_MIN(all, blocks), THREADS, sizeof(shared_split<D, true, 2>), x, a,
-                       (int)tiles, split_exact_below(a), only);
+    return launch_next(forward_marked<D>, ALONE ? HEED_MIN(all, blocks) : all, THREADS,
+                       sizeof(shared_split<D, ALONE, SLOTS>), x, a, split, (int)tiles, split_exact_below(a), only);
 }
 
-heed_status heed_cuda_forward_marked(const args &a, const marked &only, int blocks, const heed_exec *x)
+heed_status heed_cuda_forward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
+                                     const heed_exec *x)
 {
-    return split_width(a) == 64 ? run_marked<64>(a, only, blocks, x) : run_marked<128>(a, only, blocks, x);
+    const int width = split_width(a);
+    return width == 64    ? run_marked<64>(a, split, only, blocks, x)
+           : width == 128 ? run_marked<128>(a, split, only, blocks, x)
+                          : run_marked<256>(a, split, only, blocks, x);
 }
 
 static bool is_general(const heed_attention &a, uint32_t drop_below)

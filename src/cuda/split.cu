@@ -50,16 +50,18 @@ struct split_group {
 
 template <int D> using flight = rows_in_flight<D, SPLIT_ROWS, threads_of<D>>;
 
-template <int D> __device__ static void split_64(flight<D> &rows, const split_group &g, const float *less, bool hi_only)
+template <int D>
+__device__ static void split_64(flight<D> &rows, const split_group &g, const float *less, const split_tensors &tensors)
 {
     __shared__ unsigned most[threads_of<D> / 32];
     const shift found = rows.find_shift(most);
+    const int columns = D > 128 && tensors.columns ? tensors.columns : D;
     rows.split(found.s, less, [&](int row, int chunk, uint4 hi, uint4 lo) {
-        char *const to = g.to.rows + (g.at + row) * (4 * D) + chunk * 16;
-        if (row < g.from.count) {
+        char *const to = g.to.rows + (g.at + row) * (4 * columns) + chunk * 16;
+        if (row < g.from.count && chunk * 8 < columns) {
             *(uint4 *)to = hi;
-            if (!hi_only)
-                *(uint4 *)(to + 2 * D) = lo;
+            if (!tensors.hi_only)
+                *(uint4 *)(to + 2 * columns) = lo;
         }
     });
     if (threadIdx.x == 0) {
@@ -161,7 +163,7 @@ __device__ static void split_one(const args &a, const split_tensors &to, const s
     if (d_o)
         find_facts<D, SUMS>(a, to, g, rows, less);
     /* In there threads meet before they read less. */
-    split_64<D>(rows, g, d_o && to.L ? less : NULL, to.hi_only);
+    split_64<D>(rows, g, d_o && to.L ? less : NULL, to);
 }
 
 template <int D, bool SUMS>

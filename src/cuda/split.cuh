@@ -244,6 +244,7 @@ struct split_tensors {
     int *zeros;       /* three numbers that are to become 0 */
     int *turns;       /* and so many more */
     int turn_count;
+    int columns;  /* of the rows that are written; 0: as wide as tiles are */
     bool hi_only; /* lo is not wanted */
     bool gaps;    /* dK and dV of keys off the stride are to become 0 */
 };
@@ -256,6 +257,9 @@ heed_status heed_cuda_split(const args &a, const split_tensors &to, bool early, 
 inline int split_width(int64_t head) { return head <= 64 ? 64 : head <= 128 ? 128 : 256; }
 inline int split_width_of(const heed_problem *p) { return split_width(HEED_MAX(p->D, p->Dv)); }
 inline int split_width(const args &a) { return split_width(HEED_MAX(a.D, a.Dv)); }
+
+/* The width that the kernels of Hopper have above 128, whose rows need not be a power of two. */
+inline int split_columns(const args &a) { return HEED_MAX(a.D, a.Dv) <= 192 ? 192 : 256; }
 
 /* Gives a tensor its place at memory, and returns where it ends. */
 inline char *place_rows(split_rows &x, char *memory, int64_t batches, int64_t heads, int64_t rows, int width)
@@ -324,12 +328,16 @@ template <int STEPS> __device__ inline float join(float small, float large)
     return fmaf(fmaf(large, 0x1p-13f * 0.36f * (STEPS + 1), small), SMALL, large);
 }
 
-/* The same for sums that are not apart, as a factor. */
-template <int STEPS> constexpr float given_back = 1.0f + 0x1p-24f * 0.36f * (STEPS + 1);
+/* The same for sums that are not apart, as a factor. Of two instructions so little is cut that nothing is given back. */
+template <int STEPS> constexpr float given_back = STEPS > 2 ? 1.0f + 0x1p-24f * 0.36f * (STEPS + 1) : 1.0f;
+
+/* Of a score so many columns are summed at a time: longer sums would lose too much. */
+constexpr int SCORE_COLUMNS = 128;
+template <int HEAD> constexpr int score_steps = (HEAD < SCORE_COLUMNS ? HEAD : SCORE_COLUMNS) / 16;
 
 /* And for scores, times log2(e), by all who compute them. Rounded once: what it is off by every logit is off by. */
-template <int STEPS>
-constexpr float exponents_back = (float)(1.4426950408889634 * (1.0 + 0x1p-24 * 0.36 * (STEPS + 1)));
+template <int HEAD>
+constexpr float exponents_back = (float)(1.4426950408889634 * (1.0 + 0x1p-24 * 0.36 * (score_steps<HEAD> + 1)));
 
 /* ---- Rows of the forward ----------------------------------------------------------------------------------------- */
 
@@ -373,8 +381,10 @@ struct marked {
     const int *any, *keys, *queries;
 };
 
-/* forward_split.cu, backward_split.cu: the plain problem for these rows, by so many blocks. split: all tensors. */
-heed_status heed_cuda_forward_marked(const args &a, const marked &only, int blocks, const heed_exec *x);
+/* forward_split.cu, backward_split.cu: the plain problem for these rows, by so many blocks. split: all tensors; the forward
+ * needs them above head size 128 alone. */
+heed_status heed_cuda_forward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
+                                     const heed_exec *x);
 heed_status heed_cuda_backward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
                                       const heed_exec *x);
 

@@ -30,26 +30,26 @@ struct shifts_ahead {
     }
 };
 
-/* S += A B^T, of one part of A, of A_ROWS rows, and one of B, named by where they begin. keep = 0: S = A B^T. */
-template <int HEAD, int A_ROWS>
-__device__ inline void multiply_parts(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, int keep)
+/* S += A B^T, of one part of A, of A_ROWS rows, and one of B, of 2 N, named by where they begin. keep = 0: S = A B^T. */
+template <int HEAD, int A_ROWS, int N>
+__device__ inline void multiply_parts(float (&S)[N], uint64_t A, uint64_t B, int keep)
 {
 #pragma unroll
     for (int k = 0; k < HEAD / 16; k++)
-        wgmma<__half, SPLIT_ROWS>::template shared<0, 0>(S, on(A, k / 4 * A_ROWS * 128 + k % 4 * 32),
-                                                         on(B, k / 4 * SPLIT_ROWS * 128 + k % 4 * 32), k ? 1 : keep);
+        wgmma<__half, 2 * N>::template shared<0, 0>(S, on(A, k / 4 * A_ROWS * 128 + k % 4 * 32),
+                                                    on(B, k / 4 * N * 256 + k % 4 * 32), k ? 1 : keep);
 }
 
 /* S = Alo Bhi + Ahi Blo. */
-template <int HEAD, int A_ROWS>
-__device__ inline void multiply_small(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+template <int HEAD, int A_ROWS, int N> __device__ inline void multiply_small(float (&S)[N], uint64_t A, uint64_t B)
 {
     multiply_parts<HEAD, A_ROWS>(S, on(A, HEAD / 64 * A_ROWS * 128), B, 0);
-    multiply_parts<HEAD, A_ROWS>(S, A, on(B, HEAD / 64 * SPLIT_ROWS * 128), 1);
+    multiply_parts<HEAD, A_ROWS>(S, A, on(B, HEAD / 64 * N * 256), 1);
 }
 
-/* 64 columns as a left operand in registers. */
-typedef uint32_t operand[SPLIT_ROWS / 16][4];
+/* So many columns as a left operand in registers. */
+template <int COLUMNS> using operand_of = uint32_t[COLUMNS / 16][4];
+typedef operand_of<SPLIT_ROWS> operand;
 
 /* 64 rows of 64 columns of A in registers, and how they, or the name of a tile, come from an address. */
 template <int PARTS> struct held_rows {
@@ -88,10 +88,10 @@ __device__ inline void multiply_small(float (&S)[SPLIT_ROWS / 2], const held_row
     multiply_held(S, A.part[0], on(B, SPLIT_ROWS * 128), 1);
 }
 
-__device__ inline void lower(float (&S)[SPLIT_ROWS / 2])
+template <int N> __device__ inline void lower(float (&S)[N])
 {
 #pragma unroll
-    for (int i = 0; i < SPLIT_ROWS / 2; i++)
+    for (int i = 0; i < N; i++)
         S[i] *= SMALL;
 }
 
@@ -102,24 +102,26 @@ __device__ inline void join(float (&S)[SPLIT_ROWS / 2], const float (&small)[SPL
         S[i] = fmaf(small[i], SMALL, S[i]);
 }
 
-__device__ inline void round_weights(operand &hi, const float (&P)[SPLIT_ROWS / 2])
+template <int K, int N> __device__ inline void round_weights(uint32_t (&hi)[K][4], const float (&P)[N])
 {
 #pragma unroll
-    for (int i = 0; i < SPLIT_ROWS / 4; i++)
+    for (int i = 0; i < N / 2; i++)
         hi[i / 4][i % 4] = pack<__half>(P[2 * i], P[2 * i + 1]);
 }
 
 /* What rounding has left. */
-__device__ inline void split_rest(const operand &hi, operand &lo, const float (&P)[SPLIT_ROWS / 2])
+template <int K, int N>
+__device__ inline void split_rest(const uint32_t (&hi)[K][4], uint32_t (&lo)[K][4], const float (&P)[N])
 {
 #pragma unroll
-    for (int i = 0; i < SPLIT_ROWS / 4; i++) {
+    for (int i = 0; i < N / 2; i++) {
         const float2 back = __half22float2(*(const __half2 *)&hi[i / 4][i % 4]);
         lo[i / 4][i % 4] = pack<__half>(P[2 * i] - back.x, P[2 * i + 1] - back.y);
     }
 }
 
-__device__ inline void split_weights(operand &hi, operand &lo, const float (&P)[SPLIT_ROWS / 2])
+template <int K, int N>
+__device__ inline void split_weights(uint32_t (&hi)[K][4], uint32_t (&lo)[K][4], const float (&P)[N])
 {
     round_weights(hi, P);
     split_rest(hi, lo, P);
@@ -127,29 +129,30 @@ __device__ inline void split_weights(operand &hi, operand &lo, const float (&P)[
 
 /* The same for rows that may hold nothing but small numbers, whose lo fp16 would not have: these are multiplied by
  * 2^raised. */
-__device__ inline void split_weights(operand &hi, operand &lo, float (&P)[SPLIT_ROWS / 2], int (&raised)[2])
+template <int K, int N>
+__device__ inline void split_weights(uint32_t (&hi)[K][4], uint32_t (&lo)[K][4], float (&P)[N], int (&raised)[2])
 {
     round_weights(hi, P);
     __half2 most[2];
 #pragma unroll
-    for (int i = 0; i < SPLIT_ROWS / 4; i++) {
+    for (int i = 0; i < N / 2; i++) {
         const __half2 two = *(const __half2 *)&hi[i / 4][i % 4];
         most[i % 2] = i < 2 ? two : __hmax2(most[i % 2], two);
     }
     raised[0] = raised[1] = 0;
     const __half2 both = __hmax2(__lows2half2(most[0], most[1]), __highs2half2(most[0], most[1]));
     if (__any_sync(~0u, !__hbge2(both, __float2half2_rn(0.5f)))) { /* a lane with a quarter of such a row, at least */
-        raise_rows((float(&)[1][SPLIT_ROWS / 8][4]) P, raised);
+        raise_rows((float(&)[1][N / 4][4]) P, raised);
         round_weights(hi, P);
     }
     split_rest(hi, lo, P);
 }
 
 /* Phi 2^-11. */
-__device__ inline void lower(operand &less, const operand &hi)
+template <int K> __device__ inline void lower(uint32_t (&less)[K][4], const uint32_t (&hi)[K][4])
 {
 #pragma unroll
-    for (int i = 0; i < SPLIT_ROWS / 4; i++) {
+    for (int i = 0; i < K * 4; i++) {
         const __half2 two = __hmul2(*(const __half2 *)&hi[i / 4][i % 4], __float2half2_rn(SMALL));
         less[i / 4][i % 4] = *(const uint32_t *)&two;
     }
@@ -176,8 +179,8 @@ struct nothing {
 
 /* S = A B^T, and waits for it: with the sums of multiply_both(), so that a score is the same to the last bit wherever it
  * is computed. What it is off by then cancels in P = exp(S - lse). meanwhile(): scalars that are needed with S. */
-template <int HEAD, int A_ROWS, int PARTS, class Rows, class Work = nothing>
-__device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], const Rows &A, uint64_t B, Work meanwhile = {})
+template <int HEAD, int A_ROWS, int PARTS, int N, class Rows, class Work = nothing>
+__device__ inline void multiply_scores(float (&S)[N], const Rows &A, uint64_t B, Work meanwhile = {})
 {
     wgmma_fence();
     if (PARTS == 2) {
@@ -187,6 +190,18 @@ __device__ inline void multiply_scores(float (&S)[SPLIT_ROWS / 2], const Rows &A
         wgmma_wait<0>();
         lower(S);
         wgmma_fence();
+    }
+    if constexpr (HEAD > SCORE_COLUMNS) {
+        float rest[N];
+        constexpr int BOXES = SCORE_COLUMNS / 64;
+        multiply_parts<SCORE_COLUMNS, A_ROWS>(S, A, B, 1);
+        multiply_parts<HEAD - SCORE_COLUMNS, A_ROWS>(rest, on(A, BOXES * A_ROWS * 128), on(B, BOXES * N * 256), 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            S[i] += rest[i];
+        return;
     }
     multiply_parts<HEAD, A_ROWS>(S, A, B, PARTS == 2);
     wgmma_commit();
@@ -245,6 +260,31 @@ __device__ inline void multiply_in_turn(float (&T)[HEAD / 2], const operand &hi,
     multiply_large<HEAD, PARTS>(T, hi, lo, C);
     wgmma_commit();
     wgmma_wait<0>();
+}
+
+/* The same where T is too wide to be in registers beside what it is added to: 64 columns at a time, PANELS of them from `first`
+ * on, to add(panel, T). */
+template <int HEAD, int PANELS, int K, class Add>
+__device__ inline void multiply_by_panels(const uint32_t (&hi)[K][4], const uint32_t (&lo)[K][4], uint64_t C, int first,
+                                          Add add)
+{
+    constexpr int BYTES = K * 16 * 128;
+    uint32_t less[K][4];
+    lower(less, hi);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; panel++) {
+        float T[32];
+        const uint64_t large = on(C, (first + panel) * BYTES);
+        wgmma_fence();
+        multiply_columns<__half, 64, K * 16>(T, lo, large, 0);
+        multiply_columns<__half, 64, K * 16>(T, less, on(large, HEAD / 64 * BYTES));
+#pragma unroll
+        for (int k = K - 1; k >= 0; k--)
+            wgmma<__half, 64>::template registers<1>(T, hi[k], on(large, k * 2048), 1);
+        wgmma_commit();
+        wgmma_wait<0>();
+        add(panel, T);
+    }
 }
 
 /* Both, and waits for S. T is still under way. There are no registers for large and small sums apart, so there are waits

@@ -9,7 +9,7 @@ template <int D, int A_ROWS, int B_ROWS, int MT, int NT>
 __device__ inline void multiply_split_rows(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row)
 {
     constexpr int GROUP = NT % 4 == 0 && D == 64 ? 4 : 2; /* as many as there are registers for */
-    constexpr int PARTS = D > 128 ? 2 : 1;                /* sums of more than 128 terms would lose too much */
+    constexpr int PARTS = D > SCORE_COLUMNS ? 2 : 1;
     const int lane = threadIdx.x % 32;
     const uint32_t a_first = A + chunk_of<A_ROWS>(a_row + lane % 16, lane / 16);
     const uint32_t b_first = B + chunk_of<B_ROWS>(b_row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
@@ -67,7 +67,7 @@ __device__ inline void multiply_split_rows(float (&X)[MT][NT][4], uint32_t A, in
     }
 }
 
-/* The same by the sums of multiply_scores() in split_sm90.cuh, to be multiplied by exponents_back<D / 16>: a score that is
+/* The same by the sums of multiply_scores() in split_sm90.cuh, to be multiplied by exponents_back<D>: a score that is
  * computed again must be what it was elsewhere, for what it is off by cancels in P = exp(S - lse). */
 template <int D, int A_ROWS, int B_ROWS, int MT, int NT>
 __device__ inline void multiply_split_again(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row)
@@ -75,15 +75,21 @@ __device__ inline void multiply_split_again(float (&X)[MT][NT][4], uint32_t A, i
     const int lane = threadIdx.x % 32;
     const uint32_t a_first = A + chunk_of<A_ROWS>(a_row + lane % 16, lane / 16);
     const uint32_t b_first = B + chunk_of<B_ROWS>(b_row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    constexpr int STEPS = D / 16, LAST = score_steps<D>; /* from LAST on hi hi is summed by itself */
+    float before[MT][NT][4];
 #pragma unroll
-    for (int which = 0; which < 3; which++) { /* lo hi, hi lo, and hi hi on what is left of these */
+    for (int which = 0; which < 4; which++) { /* lo hi, hi lo, and hi hi on what is left of these; the rest of hi hi */
+        if (which == 3 && LAST == STEPS)
+            break;
 #pragma unroll
         for (int i = 0; i < MT * NT * 4; i++) {
             float &x = X[i / 4 / NT][i / 4 % NT][i % 4];
+            if (which == 3)
+                before[i / 4 / NT][i / 4 % NT][i % 4] = x;
             x = which == 2 ? x * SMALL : which == 1 ? x : 0.0f;
         }
-#pragma unroll(D / 16)
-        for (int k = 0; k < D / 16; k++) {
+#pragma unroll(D > 128 ? 1 : D / 16)
+        for (int k = which == 3 ? LAST : 0; k < (which == 2 ? LAST : STEPS); k++) {
             uint32_t a[MT][4];
 #pragma unroll
             for (int m = 0; m < MT; m++)
@@ -102,6 +108,10 @@ __device__ inline void multiply_split_again(float (&X)[MT][NT][4], uint32_t A, i
             }
         }
     }
+    if (LAST < STEPS)
+#pragma unroll
+        for (int i = 0; i < MT * NT * 4; i++)
+            X[i / 4 / NT][i / 4 % NT][i % 4] += before[i / 4 / NT][i / 4 % NT][i % 4];
 }
 
 /* A tile of results as the left operand of the next product, 16 columns at a time, without leaving its lanes. */
