@@ -14,16 +14,19 @@
  * Where two numbers of fp16 do not hold what is needed for a score, or where something is infinite or not a number, the
  * rows are marked, and forward_split.cu computes them again. */
 #include "forward_sm90.cuh"
+#include "scores_split.cuh"
 #include "split_sm90.cuh"
 
-template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_, int KEYS_ = SPLIT_ROWS> struct split_shape {
+/* TERMS: of scores_split.cuh. */
+template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_, int KEYS_ = SPLIT_ROWS, bool TERMS_ = false>
+struct split_shape {
     static constexpr int HEAD = HEAD_, PARTS = PARTS_, D = PARTS * HEAD, GROUPS = GROUPS_, ROWS = 64 * GROUPS,
                          KEYS = KEYS_, ALIGNED = SPLIT_ROWS, EDGES = ROWS;
     static constexpr int STAGES = STAGES_, THREADS = 128 + 128 * GROUPS, WARPS_OUT = 1; /* of none */
     static constexpr bool WIDE = HEAD > 128; /* O leaves no registers for all of P V */
     static constexpr int PRODUCER_REGISTERS = WIDE ? 56 : GROUPS == 2 ? 40 : 32;
     static constexpr int REGISTERS = WIDE ? 224 : GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
-    static constexpr bool OVERLAP = GROUPS < 4 && !WIDE, FORTH = true, FEW = false, TERMS = false;
+    static constexpr bool TERMS = TERMS_, OVERLAP = GROUPS < 4 && !WIDE && !TERMS, FORTH = true, FEW = false;
 
     /* Who sees the fewest keys of one tile, and is done with it first, sees the most of the next. */
     static __device__ int part(int group, int n) { return n % 2 ? GROUPS - 1 - group : group; }
@@ -76,6 +79,7 @@ template <class S> struct split_shared : forward_shared<S> {
 struct split_state {
     float offset[2], l[2];
     bool unset; /* there is such a row in the warp */
+    bool low;   /* the lane has met logits below -FARTHEST in a row without others */
 };
 
 /* Rows that see their first keys take the maximum of these. */
@@ -92,6 +96,63 @@ template <class S> __device__ inline void find_maxima(const float (&s)[S::KEYS /
             x.offset[r] = offset_of(most, P_TOP);
     }
     x.unset = __any_sync(~0u, x.offset[0] == CUDART_INF_F || x.offset[1] == CUDART_INF_F);
+}
+
+/* Beyond, what is subtracted from exponents would be rounded too far. */
+constexpr float FARTHEST = 1e7f;
+
+/* The maxima follow logits with terms, so that P stays near 2^11 however these rise along the keys: O, l and `now` with them.
+ * Next to logits beyond -FARTHEST those below are nothing. True: some are beyond FARTHEST. */
+template <class S>
+__device__ inline bool follow_maxima(const float (&s)[S::KEYS / 2], split_state &x, float (&O)[S::HEAD / 2])
+{
+    float most[2];
+    bool beyond = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        most[r] = s[2 * r];
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 8; i++)
+            most[r] = fmaxf(most[r], fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+        most[r] = quad_max(most[r]);
+        beyond |= most[r] > FARTHEST;
+        if (most[r] < -FARTHEST) {
+            x.low |= most[r] != -CUDART_INF_F;
+            most[r] = -CUDART_INF_F;
+        }
+    }
+    const auto grows = [&](int r) {
+        return most[r] != -CUDART_INF_F && !(offset_of(most[r], P_TOP) <= x.offset[r] + 3.0f);
+    };
+    const auto is_unset = [&](int r) { return x.offset[r] == CUDART_INF_F && most[r] != -CUDART_INF_F; };
+    if (__any_sync(~0u, grows(0) || grows(1) || is_unset(0) || is_unset(1)))
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const bool changes = grows(r) || is_unset(r);
+            const float offset = changes ? offset_of(most[r], P_TOP) : x.offset[r];
+            const float factor = grows(r) ? exp2_fast(x.offset[r] - offset) : 1.0f; /* of nothing, where it is unset */
+            x.offset[r] = offset, x.l[r] *= factor;
+#pragma unroll
+            for (int i = 0; i < S::HEAD / 4; i++)
+                O[i / 2 * 4 + 2 * r + i % 2] *= factor;
+        }
+    return __any_sync(~0u, beyond);
+}
+
+/* Logits become P, and l its sum. */
+template <class S> __device__ inline void weigh_logits(float (&s)[S::KEYS / 2], split_state &x)
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float two[2] = {};
+#pragma unroll
+        for (int i = 0; i < S::KEYS / 4; i++) {
+            float &p = s[i / 2 * 4 + 2 * r + i % 2];
+            p = exp2_fast(fmaf(p, LOG2E, -x.offset[r]));
+            two[i % 2] += p;
+        }
+        x.l[r] += two[0] + two[1];
+    }
 }
 
 /* S becomes P, and l its sum: c = scale 2^-shifts changes from block to block. No maximum holds this up: where P has grown
@@ -227,7 +288,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         const shift q = *q_shift;
         both_shifts asked(first[0], first[1]);
         bool again = seen > 0 && q.strange;
-        split_state x = { { CUDART_INF_F, CUDART_INF_F }, {}, true };
+        split_state x = { { CUDART_INF_F, CUDART_INF_F }, {}, true, false };
         float O[S::HEAD / 2];
 #pragma unroll
         for (int i = 0; i < S::HEAD / 2; i++)
@@ -240,6 +301,8 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                 asked = both_shifts(k_shifts[shifts_at(j)], v_shifts[shifts_at(j)]);
             const shift k = asked.k(j % 32);
             again |= q.s + k.s < by.exact_below || k.strange;
+            if (S::TERMS)
+                return logit_scale<S::HEAD>(a, q.s + k.s);
             return fmaxf(fminf(times_power(a.scale, -q.s - k.s), 3e38f), 1.2e-38f); /* as 0 -inf would be NaN */
         };
         const auto is_edge = [&](int j) {
@@ -248,9 +311,18 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                    (j >= w.clear_to && min(high(0), high(63)) < key + S::KEYS);
         };
         const auto weigh = [&](float(&s)[S::KEYS / 2], int j, float c, bool edge, float(&now)[2]) {
+            const int key = w.first + j * S::KEYS + thread_anew() % 4 * 2;
+            if constexpr (S::TERMS) {
+                lane_scores<false, S::KEYS / 2> t = { s, w.i0 + row(), key };
+                add_terms(t, c, a, w.s, head_of(a, w.s, w.h)); /* found anew: there are few registers */
+            }
             if (edge)
-                hide<S>(s, w, row(), w.first + j * S::KEYS + thread_anew() % 4 * 2);
-            again |= weigh_split<S>(s, x, c, O, now, [&](int r) { return row() + 8 * r < w.rows; });
+                hide<S>(s, w, row(), key);
+            if constexpr (S::TERMS) {
+                again |= follow_maxima<S>(s, x, O);
+                weigh_logits<S>(s, x);
+            } else
+                again |= weigh_split<S>(s, x, c, O, now, [&](int r) { return row() + 8 * r < w.rows; });
         };
         /* What takes P V of block j to O, which is in units of 2^-least, the least shift of the V so far. Of sums over few
          * keys nothing was cut. */
@@ -360,6 +432,8 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         }
         write_rows<S>(O, x, least, a, w, row());
         const int first_row = part() * 64;
+        if (S::TERMS) /* rows whose logits were all too low, as biases that stand for a mask may make them */
+            again |= __any_sync(~0u, x.low && (x.offset[0] == CUDART_INF_F || x.offset[1] == CUDART_INF_F));
         if (again && threadIdx.x % 32 == 0 && first_row < w.rows)
             split.q.marks[split_at(split.q, w.s.q_batch, w.h, w.s.q_row + w.i0 + first_row)] = split.zeros[2] = 1;
         skip(w.blocks - seen);
@@ -486,7 +560,8 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
     split_tensors split = {};
     lay_out(p, x->workspace, split);
     const int width = split_width(a);
-    split.hi_only = p->precision == HEED_TF32 && width <= 128;
+    const bool terms = has_terms(a);
+    split.hi_only = p->precision == HEED_TF32 && width <= 128 && !terms;
     split.columns = width <= 128 ? width : split_columns(a);
     const bool q_whole = !split.hi_only && is_whole(p->a.q, a.q);
     split_tensors pass = split;
@@ -496,9 +571,14 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
     if (!status && split.hi_only)
         status = width == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, q_whole, units, x)
                              : run<split_shape<128, 1, 2, 4>>(a, split, q_whole, units, x);
+    else if (!status && terms)
+        status = split.columns == 64    ? run<split_shape<64, 2, 3, 4, 64, true>>(a, split, q_whole, units, x)
+                 : split.columns == 128 ? run<split_shape<128, 2, 2, 2, 64, true>>(a, split, q_whole, units, x)
+                 : split.columns == 192 ? run<split_shape<192, 2, 2, 1, 64, true>>(a, split, q_whole, units, x)
+                                        : run<split_shape<256, 2, 2, 1, 32, true>>(a, split, q_whole, units, x);
     else if (!status)
-        status = width == 64            ? run<split_shape<64, 2, 4, 4>>(a, split, q_whole, units, x)
-                 : width == 128         ? run<split_shape<128, 2, 2, 2>>(a, split, q_whole, units, x)
+        status = split.columns == 64    ? run<split_shape<64, 2, 4, 4>>(a, split, q_whole, units, x)
+                 : split.columns == 128 ? run<split_shape<128, 2, 2, 2>>(a, split, q_whole, units, x)
                  : split.columns == 192 ? run<split_shape<192, 2, 2, 1>>(a, split, q_whole, units, x)
                                         : run<split_shape<256, 2, 2, 1, 32>>(a, split, q_whole, units, x);
     const marked only = { split.zeros + 2, NULL, split.q.marks };

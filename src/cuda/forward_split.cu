@@ -321,24 +321,24 @@ __global__ void __launch_bounds__(THREADS, 2)
 #endif
 }
 
-/* The tiles that are marked, by few blocks, as there are seldom any. */
-template <int D>
+/* The tiles that the kernel of Hopper has marked, by few blocks, as there are seldom any. */
+template <int D, bool GENERAL>
 __global__ void __launch_bounds__(THREADS, 2)
     forward_marked(const __grid_constant__ args a, const __grid_constant__ split_tensors split, int tiles,
                    int exact_below, marked only)
 {
-#if HEED_SPLIT_HERE
+#if HEED_SPLIT_HERE && __CUDA_ARCH__ >= 900
     wait_for_last();
     if (!*only.any)
         return;
     if constexpr (D <= 128) {
 #pragma unroll 1
         for (int number = blockIdx.x; number < tiles * a.Hq * a.B; number += gridDim.x) {
-            compute_tile<D, false, true, true, 2>(a, split, number, tiles, exact_below, only.queries);
+            compute_tile<D, GENERAL, true, true, 2>(a, split, number, tiles, exact_below, only.queries);
             __syncthreads();
         }
-    } else if constexpr (__CUDA_ARCH__ >= 900) /* a block for each: there are no registers for the loop */
-        compute_tile<D, true, false, true, 3>(a, split, blockIdx.x, tiles, exact_below, only.queries);
+    } else /* a block for each: there are no registers for the loop */
+        compute_tile<D, GENERAL, false, true, 3>(a, split, blockIdx.x, tiles, exact_below, only.queries);
 #endif
 }
 
@@ -352,7 +352,7 @@ static heed_status run(const args &a, const split_tensors &split, const heed_exe
                   split_exact_below(a));
 }
 
-template <int D>
+template <int D, bool GENERAL>
 static heed_status run_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
                               const heed_exec *x)
 {
@@ -360,7 +360,7 @@ static heed_status run_marked(const args &a, const split_tensors &split, const m
     constexpr int SLOTS = ALONE ? 2 : 3;
     static_assert(shape<D, ALONE, SLOTS>::BR == SPLIT_ROWS, "a mark for each tile");
     const int64_t tiles = tiles_of(a.Sq, SPLIT_ROWS), all = tiles * a.Hq * a.B;
-    return launch_next(forward_marked<D>, ALONE ? HEED_MIN(all, blocks) : all, THREADS,
+    return launch_next(forward_marked<D, GENERAL>, ALONE ? HEED_MIN(all, blocks) : all, THREADS,
                        sizeof(shared_split<D, ALONE, SLOTS>), x, a, split, (int)tiles, split_exact_below(a), only);
 }
 
@@ -368,9 +368,13 @@ heed_status heed_cuda_forward_marked(const args &a, const split_tensors &split, 
                                      const heed_exec *x)
 {
     const int width = split_width(a);
-    return width == 64    ? run_marked<64>(a, split, only, blocks, x)
-           : width == 128 ? run_marked<128>(a, split, only, blocks, x)
-                          : run_marked<256>(a, split, only, blocks, x);
+    const bool general = has_extras(a) || a.scale <= 0;
+    if (width == 256)
+        return run_marked<256, true>(a, split, only, blocks, x);
+    if (width == 128)
+        return general ? run_marked<128, true>(a, split, only, blocks, x)
+                       : run_marked<128, false>(a, split, only, blocks, x);
+    return general ? run_marked<64, true>(a, split, only, blocks, x) : run_marked<64, false>(a, split, only, blocks, x);
 }
 
 static bool is_general(const heed_attention &a, uint32_t drop_below)
