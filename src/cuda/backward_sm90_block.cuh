@@ -252,6 +252,7 @@ struct backward_shape {
      * few, the kernel LENDS the second tile of dS, or of dQ, or both, to a problem that needs more. DROPS: there is dropout,
      * whose code would cost the others. */
     static constexpr bool TERMS = false, DROPS = false, LENDS = false;
+    static constexpr bool SPANS = false; /* what is known of the sequence of a piece lies beside it */
     static constexpr int SCORE_BYTES = 0;
 };
 

@@ -12,6 +12,9 @@
 template <class C> __device__ inline bool are_sequences_together(const backward_job &p);
 template <class C> __device__ inline void note_tile(backward_shared<C> &s, int tile, int head, int column);
 
+/* backward_sm90split.cuh, where C::SPANS. */
+template <class C> __device__ inline void note_span(const backward_job &p, backward_shared<C> &s, int slot, int b);
+
 /* Which piece of work a number stands for: `together` heads at a time, and of these the longest rows first. Under a
  * causal mask the first keys meet most queries and the last queries most keys. Heads that are left over join the last ones:
  * alone they would be few long pieces, and most multiprocessors would wait for their end. */
@@ -241,6 +244,8 @@ template <class C> __device__ inline void bring_own(const backward_job &p, backw
             continue;
         if constexpr (C::TERMS)
             note_sequence(s, slot, b);
+        if constexpr (C::SPANS)
+            note_span(p, s, slot, b);
         describe_piece(p, s, n, at, head, part, share);
         const bool some = C::ADDS && (p.a.lengths_k || p.a.offsets_k) && w.rows < C::ROWS;
         int h = 0, step = 0;

@@ -4,10 +4,11 @@
 
 /* ---- Kernels ----------------------------------------------------------------------------------------------------- */
 
-template <int HEAD, int PARTS>
-__global__ void __launch_bounds__(dkv_shape<HEAD, PARTS>::THREADS, 1) dkv_sm90split(const __grid_constant__ split_job p)
+template <int HEAD, int PARTS, bool TERMS>
+__global__ void __launch_bounds__(dkv_shape<HEAD, PARTS, TERMS>::THREADS, 1)
+    dkv_sm90split(const __grid_constant__ split_job p)
 {
-    typedef dkv_shape<HEAD, PARTS> C;
+    typedef dkv_shape<HEAD, PARTS, TERMS> C;
     let_next_start(); /* dQ, on the multiprocessors that are done here */
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(split_shared<C> *)memory;
@@ -58,13 +59,14 @@ __global__ void __launch_bounds__(128)
     });
 }
 
-template <int HEAD, int PARTS>
-__global__ void __launch_bounds__(dq_shape<HEAD, PARTS>::THREADS, 1) dq_sm90split(const __grid_constant__ split_job p)
+template <int HEAD, int PARTS, bool TERMS>
+__global__ void __launch_bounds__(dq_shape<HEAD, PARTS, TERMS>::THREADS, 1)
+    dq_sm90split(const __grid_constant__ split_job p)
 {
-    typedef dq_shape<HEAD, PARTS> C;
+    typedef dq_shape<HEAD, PARTS, TERMS> C;
     let_next_start();
     extern __shared__ __align__(1024) char memory[];
-    auto &s = *(backward_shared<C> *)memory;
+    auto &s = *(split_shared<C> *)memory;
     init_barriers(s);
     const int group = uniform(threadIdx.x / 128);
     if (group == C::CONSUMERS) {
@@ -171,10 +173,11 @@ static bool all_rows_see(const args &a)
     return a.uniform && a.d_q.data && (all || (s.unit && s.low < s.high && s.high > 0 && s.rows - 1 + s.low < s.keys));
 }
 
-template <int HEAD, int PARTS>
+template <int HEAD, int PARTS, bool TERMS = false>
 static heed_status run_all(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
 {
-    typedef dkv_shape<HEAD, PARTS> keys_shape;
+    typedef dkv_shape<HEAD, PARTS, TERMS> keys_shape;
+    typedef dq_shape<HEAD, PARTS, TERMS> queries_shape;
     const int64_t keys = keys_of(p.job.a);
     const args &a = p.job.a;
     const split_tensors &split = s.split;
@@ -182,8 +185,8 @@ static heed_status run_all(split_job &p, const split_space &s, const heed_plan *
     p.job.counter = split.zeros;
     p.job.leaves = keys_shape::ADDS && s.keys.tiles <= LEAVING && all_rows_see(a);
     if (a.d_k.data || a.d_v.data || keys_shape::ADDS)
-        status = run<HEAD, dkv_shape<HEAD, PARTS>>(dkv_sm90split<HEAD, PARTS>, p, s.keys, { split.k, split.v },
-                                                   { split.q, split.d_o }, keys, a.q_rows, false, plan, x);
+        status = run<HEAD, keys_shape>(dkv_sm90split<HEAD, PARTS, TERMS>, p, s.keys, { split.k, split.v },
+                                       { split.q, split.d_o }, keys, a.q_rows, false, plan, x);
     p.job.counter = split.zeros + 1;
     if (!a.d_q.data || status)
         return status;
@@ -193,14 +196,15 @@ static heed_status run_all(split_job &p, const split_space &s, const heed_plan *
         const int tiles = (int)tiles_of(a.Sq, COLUMNS);
         return launch_next(finish_split<HEAD>, (int64_t)tiles * a.B * a.Hq, 128, 0, x, a, s.sums, split.turns, tiles);
     } else
-        return run<HEAD, dq_shape<HEAD, PARTS>>(dq_sm90split<HEAD, PARTS>, p, s.queries, { split.q, split.d_o },
-                                                { split.k, split.v }, a.q_rows, keys, a.d_k.data || a.d_v.data, plan,
-                                                x);
+        return run<HEAD, queries_shape>(dq_sm90split<HEAD, PARTS, TERMS>, p, s.queries, { split.q, split.d_o },
+                                        { split.k, split.v }, a.q_rows, keys, a.d_k.data || a.d_v.data, plan, x);
 }
 
 static heed_status run(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
 {
     const bool narrow = split_width(p.job.a) == 64;
+    if (has_terms(p.job.a))
+        return narrow ? run_all<64, 2, true>(p, s, plan, x) : run_all<128, 2, true>(p, s, plan, x);
     if (s.split.hi_only)
         return narrow ? run_all<64, 1>(p, s, plan, x) : run_all<128, 1>(p, s, plan, x);
     return narrow ? run_all<64, 2>(p, s, plan, x) : run_all<128, 2>(p, s, plan, x);
@@ -230,7 +234,7 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
     if (status)
         return status;
     s.split.facts = NULL;
-    s.split.hi_only = p->precision == HEED_TF32;
+    s.split.hi_only = p->precision == HEED_TF32 && !has_terms(a);
     s.split.gaps = (a.col_step != 1 || a.col) && !a.lengths_k && !a.offsets_k;
     job.job.a = a, job.job.L = s.split.L, job.job.delta = s.split.delta, job.job.pitch = a.q_rows;
     job.job.sums = s.sums, job.job.turns = s.split.turns, job.job.any_order = x->nondeterministic;

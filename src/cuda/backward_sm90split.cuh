@@ -17,6 +17,7 @@
 #define HEED_CUDA_BACKWARD_SM90SPLIT_CUH
 
 #include "backward_sm90.cuh"
+#include "scores_split.cuh"
 #include "split_sm90.cuh"
 
 struct split_job {
@@ -29,33 +30,49 @@ struct split_job {
 
 constexpr int QUERIES = 128; /* of a block that owns queries */
 
-template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
+/* SPANS: with the terms of scores_split.cuh. */
+template <int HEAD, int PARTS, bool SPANS_, bool WIDE = (PARTS * HEAD > 128)>
 struct dkv_shape : backward_shape<true, PARTS * HEAD, SPLIT_ROWS, WIDE ? 1 : 2, WIDE ? 2 : 4, 2, 0, 0, 4> {
     static constexpr bool SOON = false,
                           BY_ROLE = false; /* K and V are given back together, and with the piece of work */
-    static constexpr bool LAST_FIRST = true;
+    static constexpr bool LAST_FIRST = true, SPANS = SPANS_;
     static constexpr int WORKS = WIDE ? 1 : 2;
     typedef uint64_t own_rows; /* K and V as left operands */
 };
 
-/* With dQ, which needs few registers, so that there are some for K and V: P and dS leave shared memory little time. */
-template <int PARTS>
-struct dkv_shape<64, PARTS, false> : backward_shape<true, PARTS * 64, SPLIT_ROWS, 2, 4, 2, OWNER, 2, 4> {
-    static constexpr bool NUMBERS = true;
-    static constexpr int HEAD = 64, MANY = 192, SOME = 96;
-    typedef held_rows<PARTS> own_rows;
+template <bool SPANS, int PARTS> struct own_operand {
+    typedef held_rows<PARTS> type;
+};
+template <int PARTS> struct own_operand<true, PARTS> {
+    typedef uint64_t type;
 };
 
-template <int HEAD, int PARTS, bool WIDE = (PARTS * HEAD > 128)>
+/* With dQ, which needs few registers, so that there are some for K and V, if not for terms: P and dS leave shared memory
+ * little time. */
+template <int PARTS, bool SPANS_>
+struct dkv_shape<64, PARTS, SPANS_, false> : backward_shape<true, PARTS * 64, SPLIT_ROWS, 2, 4, 2, OWNER, 2, 4> {
+    static constexpr bool NUMBERS = true, SPANS = SPANS_;
+    static constexpr int HEAD = 64, MANY = 192, SOME = 96;
+    typedef typename own_operand<SPANS, PARTS>::type own_rows;
+};
+
+template <int HEAD, int PARTS, bool SPANS_, bool WIDE = (PARTS * HEAD > 128)>
 struct dq_shape : backward_shape<false, PARTS * HEAD, QUERIES, WIDE ? 1 : 2, WIDE ? 2 : 4, WIDE ? 1 : 2> {
-    static constexpr bool SOON = false;
+    static constexpr bool SOON = false, SPANS = SPANS_;
     static constexpr int WORKS = WIDE ? 1 : 2;
 };
 
 template <class C> struct split_shared : backward_shared<C> {
     unsigned most[2][4]; /* of what each warp has of a K or V that is split */
     shift found[C::SLOTS][2];
+    span spans[C::SPANS ? C::WORKS : 1];
 };
+
+template <class C> __device__ inline void note_span(const backward_job &p, backward_shared<C> &s, int slot, int b)
+{
+    if (threadIdx.x % 32 == 0)
+        static_cast<split_shared<C> &>(s).spans[slot] = span_of(p.a, b);
+}
 
 /* ---- Sums -------------------------------------------------------------------------------------------------------- */
 
@@ -138,6 +155,9 @@ __device__ inline void weigh(float (&S)[N], float c, bool whole, const int2 *ran
     }
 }
 
+/* Whether an lse is so large that exponents would be rounded too far: what has terms is then marked. */
+__device__ inline bool is_vast_log2(float L) { return fabsf(L) > 1e7f && L != CUDART_INF_F; }
+
 /* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14.
  * pass(i, dS): these of dS, times 2^14. */
 template <int N, class Weights, class Terms, class Pass>
@@ -219,12 +239,29 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             q_shifts.ask(0, all, of_q), g_shifts.ask(0, all, of_g);
         gradient<HEAD> dV;
         operand hi, lo;
-        /* From S to P of a tile, which is handed over. */
-        const auto finish = [&](float(&S)[COLUMNS / 2], int shift) {
+        /* From S to P of tile j, which is handed over. */
+        const auto finish = [&](float(&S)[COLUMNS / 2], int shift, int j) {
             const float *const L = s.L[tile % C::FIRST] + lane % 4 * 2;
             const int care = uniform(s.care[tile % C::FIRST][0]);
-            weigh(S, exponent_scale<HEAD>(a, k_shift + shift), care < 0, range, care + lane % 4 * 2,
-                  [&](int e) { return L[column_of(e)]; });
+            float c;
+            if constexpr (C::SPANS) {
+                const span &q = s.spans[n % C::WORKS];
+                const int step = j / a.G;
+                lane_scores<true, COLUMNS / 2> t = { S, column_at<C>(w, step) + lane % 4 * 2, w.tile * C::ROWS + row };
+                add_terms(t, logit_scale<HEAD>(a, k_shift + shift), a, q, head_of(a, q, w.head * a.G + j - step * a.G));
+                bool vast = false;
+#pragma unroll
+                for (int e = 0; e < COLUMNS / 2; e += 4)
+                    vast |= is_vast_log2(L[column_of(e)]) || is_vast_log2(L[column_of(e + 1)]);
+                if (__any_sync(~0u, vast) && lane == 0) {
+                    p.own[0].marks[split_at(p.own[0], w.batch, w.head, w.memory_row)] = *p.any = 1;
+                    if (C::ADDS)
+                        p.other[0].marks[met_at<C>(p, w, j)] = 1;
+                }
+                c = LOG2E;
+            } else
+                c = exponent_scale<HEAD>(a, k_shift + shift);
+            weigh(S, c, care < 0, range, care + lane % 4 * 2, [&](int e) { return L[column_of(e)]; });
             release_first(s, tile);
             wait_to_pass(s, tile);
             float4 *const to = (float4 *)s.pass[tile % 2 * 2] + place_to_pass(threadIdx.x % 128);
@@ -245,7 +282,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             float S[COLUMNS / 2];
             wait_first(s, tile);
             multiply_scores<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile)); /* S^T = K Q^T */
-            finish(S, q_shift(0).s);
+            finish(S, q_shift(0).s, 0);
             split(S, g_shift(0).s);
             tile++;
         }
@@ -255,16 +292,29 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             wait_first(s, tile);
             wait_second(s, tile - 1);
             multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
-                                                      [&]() { dV.add(T, held); });
-            finish(S, q_shift(j).s);
-            keep_order(tile);
-            wgmma_wait<0>();
-            release_second(s, tile - 1);
-            held[0] = by[0], held[1] = by[1];
+                                                      [&]() {
+                                                          if (!C::SPANS)
+                                                              dV.add(T, held);
+                                                      });
+            const auto complete = [&]() { /* T */
+                                          keep_order(tile);
+                                          wgmma_wait<0>();
+                                          release_second(s, tile - 1);
+            };
+            if (C::SPANS) { /* terms leave no registers for it */
+                complete();
+                dV.add(T, by);
+            }
+            finish(S, q_shift(j).s, j);
+            if (!C::SPANS) {
+                complete();
+                held[0] = by[0], held[1] = by[1];
+            }
             split(S, g_shift(j).s);
         }
         if (all) {
-            dV.add(T, held);
+            if (!C::SPANS)
+                dV.add(T, held);
             wait_second(s, tile - 1);
             multiply_values<HEAD, C::D / HEAD>(T, hi, lo, second_tile(s, tile - 1));
             release_second(s, tile - 1);
@@ -451,7 +501,7 @@ template <int HEAD, class C, bool LEAVES> __device__ inline void sums_role(const
 
 /* ---- Queries ----------------------------------------------------------------------------------------------------- */
 
-template <int HEAD, class C, int GROUP> __device__ inline void queries_role(const split_job &p, backward_shared<C> &s)
+template <int HEAD, class C, int GROUP> __device__ inline void queries_role(const split_job &p, split_shared<C> &s)
 {
     constexpr int PARTS = C::D / HEAD;
     const args &a = p.job.a;
@@ -468,6 +518,8 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
         const int64_t own = split_at(p.own[0], w.batch, w.head, w.memory_row) + (GROUP * 64 < w.rows ? GROUP * 64 : 0);
         const int q_shift = p.own[0].shifts[own].s, g_shift = p.own[1].shifts[own].s;
         bool again = p.own[0].shifts[own].strange | p.own[1].shifts[own].strange;
+        if (C::SPANS)
+            again |= __any_sync(~0u, is_vast_log2(L[0]) || is_vast_log2(L[1]));
         const int inside = uniform(w.inside[GROUP]), outside = uniform(w.outside[GROUP]);
         const int begin = uniform(w.begin[GROUP]), end = uniform(w.end[GROUP]), tiles = uniform(w.tiles);
         int column = w.start + begin * COLUMNS;
@@ -485,8 +537,16 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
         /* From S of a tile to P. */
         const auto finish = [&](float(&S)[COLUMNS / 2], int j) {
             k = k_shifts.get(j - begin, end - begin, of_k);
-            weigh(S, exponent_scale<HEAD>(a, q_shift + k.s), column >= inside && column + COLUMNS <= outside,
-                  &s.range[slot][row], column + lane % 4 * 2, [&](int e) { return L[e / 2 % 2]; });
+            float c;
+            if constexpr (C::SPANS) {
+                const span &q = s.spans[n % C::WORKS];
+                lane_scores<false, COLUMNS / 2> t = { S, w.tile * C::ROWS + row, column + lane % 4 * 2 };
+                add_terms(t, logit_scale<HEAD>(a, q_shift + k.s), a, q, head_of(a, q, w.head));
+                c = LOG2E;
+            } else
+                c = exponent_scale<HEAD>(a, q_shift + k.s);
+            weigh(S, c, column >= inside && column + COLUMNS <= outside, &s.range[slot][row], column + lane % 4 * 2,
+                  [&](int e) { return L[e / 2 % 2]; });
         };
         const auto add = [&](const float(&T)[HEAD / 2]) {
             release_first(s, tile - 1);
@@ -503,10 +563,16 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
             } else {
                 float T[HEAD / 2];
                 multiply_both<HEAD, C::ROWS, PARTS>(S, Q, first_tile(s, tile), T, hi, lo, first_tile(s, tile - 1));
+                const auto complete = [&]() {
+                    keep_order(tile);
+                    wgmma_wait<0>();
+                    add(T); /* dQ += dS K of the tile before */
+                };
+                if (C::SPANS) /* terms leave no registers for T */
+                    complete();
                 finish(S, j);
-                keep_order(tile);
-                wgmma_wait<0>();
-                add(T); /* dQ += dS K of the tile before */
+                if (!C::SPANS)
+                    complete();
             }
             wait_second(s, tile);
             multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
@@ -528,7 +594,7 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
         tile = skip(s, tile, tiles - end);
         dQ.write(a.scale, a.d_q, a.D, w.rows - GROUP * 64,
                  [&](int r) { return row_at(a.d_q, w.batch, w.head, w.memory_row + GROUP * 64 + r); });
-        if (again && GROUP * 64 < w.rows && threadIdx.x % 128 == 0)
+        if (again && GROUP * 64 < w.rows && threadIdx.x % 32 == 0)
             p.own[0].marks[own] = *p.any = 1;
         release(&s.own_free[slot]);
     });

@@ -13,7 +13,9 @@
  * What is marked backward_split.cu computes again: see backward_sm90split.cuh. */
 #include "backward_sm90split.cuh"
 
-template <int HEAD_, int TILE_> struct wide_shape {
+/* TERMS: of scores_split.cuh. */
+template <int HEAD_, int TILE_, bool TERMS_> struct wide_shape {
+    static constexpr bool TERMS = TERMS_;
     static constexpr int HEAD = HEAD_, TILE = TILE_, D = 2 * HEAD, PANELS = HEAD / 64;
     static constexpr int THREADS = 3 * 128, FEW = 40, MANY = 232;
     static constexpr int FIRST = (PANELS + 1) / 2 * 64; /* columns of dQ that the first warpgroup has */
@@ -196,7 +198,28 @@ __device__ inline void weigh_tile(const wide_job &p, wide_shared<C> &s, float (&
     const wide_work &w = s.work;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = w.column(i);
     const bool whole = column >= w.inside && column + C::TILE <= w.outside;
-    const float c = exponent_scale<C::HEAD>(p.a, shifts);
+    float c = LOG2E;
+    if constexpr (C::TERMS) {
+        const head of = head_of(p.a, w.s, w.keys ? w.met_head(p.a, i) : w.head);
+        const float factor = logit_scale<C::HEAD>(p.a, shifts);
+        const int across = column + lane % 4 * 2, down = w.from + row;
+        if (w.keys) {
+            lane_scores<true, C::TILE / 2> t = { S, across, down };
+            add_terms(t, factor, p.a, w.s, of);
+        } else {
+            lane_scores<false, C::TILE / 2> t = { S, down, across };
+            add_terms(t, factor, p.a, w.s, of);
+        }
+        bool vast = !w.keys && (is_vast_log2(L[0]) || is_vast_log2(L[1]));
+        if (w.keys)
+#pragma unroll
+            for (int e = 0; e < C::TILE / 2; e += 4)
+                vast |= is_vast_log2(s.L[lane % 4 * 2 + column_of(e)]) ||
+                        is_vast_log2(s.L[lane % 4 * 2 + column_of(e + 1)]);
+        if (__any_sync(~0u, vast) && lane == 0)
+            (w.keys ? p.split.k : p.split.q).marks[w.own_at(p.split)] = *p.any = 1;
+    } else
+        c = exponent_scale<C::HEAD>(p.a, shifts);
     if (w.keys)
         weigh(S, c, whole, &s.range[row], column + lane % 4 * 2,
               [&](int e) { return s.L[lane % 4 * 2 + column_of(e)]; });
@@ -347,11 +370,11 @@ template <class C> __device__ inline void queries_role(const wide_job &p, wide_s
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
-template <int HEAD, int TILE>
-__global__ void __launch_bounds__(wide_shape<HEAD, TILE>::THREADS, 1)
+template <int HEAD, int TILE, bool TERMS>
+__global__ void __launch_bounds__(wide_shape<HEAD, TILE, TERMS>::THREADS, 1)
     backward_sm90split_wide(const __grid_constant__ wide_job p)
 {
-    typedef wide_shape<HEAD, TILE> C;
+    typedef wide_shape<HEAD, TILE, TERMS> C;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(wide_shared<C> *)memory;
     let_next_start();
@@ -402,9 +425,9 @@ static size_t lay_out(const heed_problem *p, void *memory, split_tensors &split)
     return space.bytes;
 }
 
-template <int HEAD, int TILE> static heed_status run(wide_job &p, const heed_exec *x)
+template <int HEAD, int TILE, bool TERMS> static heed_status run(wide_job &p, const heed_exec *x)
 {
-    typedef wide_shape<HEAD, TILE> C;
+    typedef wide_shape<HEAD, TILE, TERMS> C;
     static_assert(sizeof(wide_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
     const args &a = p.a;
     const int queries = a.offsets_q ? 1 : a.B, keys = a.offsets_k ? 1 : a.B;
@@ -423,7 +446,7 @@ template <int HEAD, int TILE> static heed_status run(wide_job &p, const heed_exe
                          (long long)(key_blocks + query_blocks), INT32_MAX);
     p.key_blocks = (int)key_blocks, p.query_blocks = (int)query_blocks;
     return status ? status
-                  : launch(backward_sm90split_wide<HEAD, TILE>, key_blocks + query_blocks, C::THREADS,
+                  : launch(backward_sm90split_wide<HEAD, TILE, TERMS>, key_blocks + query_blocks, C::THREADS,
                            sizeof(wide_shared<C>), x, p);
 }
 
@@ -452,7 +475,9 @@ heed_status heed_backward_sm90split_wide(const heed_problem *p, const heed_plan 
     job.split.columns = split_columns(a);
     heed_status status = heed_cuda_split(a, job.split, false, NULL, x);
     if (!status)
-        status = job.split.columns == 192 ? run<192, 64>(job, x) : run<256, 32>(job, x);
+        status = has_terms(a) ? job.split.columns == 192 ? run<192, 64, true>(job, x) : run<256, 32, true>(job, x)
+                 : job.split.columns == 192 ? run<192, 64, false>(job, x)
+                                            : run<256, 32, false>(job, x);
     const marked only = { job.any, job.split.k.marks, job.split.q.marks };
     if (!status && job.split.columns == 192) { /* what is marked wants rows as wide as its tiles */
         split_tensors pass = job.split;

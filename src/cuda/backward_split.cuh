@@ -91,7 +91,7 @@ template <int D> struct gradient {
 /* ---- The other side ---------------------------------------------------------------------------------------------- */
 
 /* Facts of row i of the queries to where they are looked at. Where there are L and delta instead, P is 2^rest times as
- * large, and lse says how large its logarithm may be. */
+ * large: most_of() says how large its logarithm may be. */
 __device__ inline void bring_facts(row_facts_split &to, const args &a, const split_tensors &split, const span &q, int h,
                                    int i)
 {
@@ -99,7 +99,7 @@ __device__ inline void bring_facts(row_facts_split &to, const args &a, const spl
     if (split.facts)
         copy_async(shared_address(&to), split.facts + number, 16);
     else
-        to = { split.L[number], 0.0f, split.delta[number], fabsf(split.L[number]) < 1e7f ? 0.5f : 0.0f };
+        to = { split.L[number], 0.0f, split.delta[number], load(a.lse, row_at(a.lse, q.q_batch, h, q.q_row + i)) };
 }
 
 /* Where in it a block is: from row `at` of head h on. Queries of all heads of a group, keys of one. */
@@ -140,6 +140,11 @@ __device__ static void clear(float (&x)[1][NT][4])
             x[0][n][e] = 0.0f;
 }
 
+__device__ inline float most_of(const row_facts_split &f, bool divided)
+{
+    return divided && fabsf(f.log2) < 1e7f ? 0.5f : 0.0f;
+}
+
 /* From S = A1 B1^T 2^shifts and dP = A2 B2^T / down to P and dS: plain scores are what the forward has made of them, to the
  * last bit. exponents: log2(e), with what S lacks. P is at most 1: rounding, where S is large, could make it more. divided:
  * see bring_facts(). */
@@ -155,7 +160,7 @@ __device__ static void differentiate_plain(Tile &S, Tile &dP, const row_facts_sp
         const row_facts_split f = facts[S.query0 + Tile::later(r)];
 #pragma unroll
         for (int c = 0; c < Tile::C; c++) {
-            const float p = exp2_fast(min_or_nan(fmaf(S.at(r, c), c2, -f.log2) - f.rest, divided ? f.lse : 0.0f));
+            const float p = exp2_fast(min_or_nan(fmaf(S.at(r, c), c2, -f.log2) - f.rest, most_of(f, divided)));
             S.at(r, c) = p;
             dP.at(r, c) = p * fmaf(dP.at(r, c), down, -f.delta) * factor;
         }
@@ -165,7 +170,7 @@ __device__ static void differentiate_plain(Tile &S, Tile &dP, const row_facts_sp
 /* The same for any scores; P is after dropout. */
 template <class Tile>
 __device__ static void differentiate_any(Tile &S, Tile &dP, const row_facts_split *facts, const args &a, const span &q,
-                                         const head &x, int shifts, float down, bool whole)
+                                         const head &x, int shifts, float down, bool divided, bool whole)
 {
     const float up = power(-shifts / 2), further = power(-shifts - -shifts / 2);
     float slope[Tile::R][Tile::C];
@@ -183,7 +188,9 @@ __device__ static void differentiate_any(Tile &S, Tile &dP, const row_facts_spli
             kept = draw(S, r, a, q, x, seed_of(a));
 #pragma unroll
         for (int c = 0; c < Tile::C; c++) {
-            const float p = exp2_fast(min_or_nan((S.at(r, c) - f.lse) * LOG2E, 0.0f));
+            const bool near = divided && fabsf(f.log2) < 1e7f;
+            const float x2 = near ? fmaf(S.at(r, c), LOG2E, -f.log2) : (S.at(r, c) - f.lse) * LOG2E;
+            const float p = exp2_fast(min_or_nan(x2, near ? 0.5f : 0.0f));
             const float keep = !a.drop_below ? 1.0f : kept >> c & 1 ? a.keep_scale : 0.0f;
             S.at(r, c) = p * keep;
             dP.at(r, c) = p == 0.0f ? 0.0f : p * fmaf(dP.at(r, c) * down, keep, -f.delta) * slope[r][c];
@@ -204,7 +211,7 @@ __device__ static void differentiate(Tile &S, Tile &dP, const row_facts_split *f
                 dP.X[0][n][e] *= power(-100);
     const float down = power(max(-126, min(127, -d_shifts)));
     if (GENERAL && (has_extras(a) || a.scale <= 0))
-        differentiate_any(S, dP, facts, a, q, x, shifts, down, whole);
+        differentiate_any(S, dP, facts, a, q, x, shifts, down, divided, whole);
     else
         differentiate_plain(S, dP, facts, a.scale, shifts, exponents, down, GENERAL ? a.scale : 1.0f, divided, whole);
 }
