@@ -278,10 +278,15 @@ static _Thread_local const request *requested;
 static PyObject *with_autograd(PyObject *return_lse, PyObject *const *args)
 {
     const request this = { args, return_lse == Py_True };
-    int few = args[ARG_BIAS] == Py_None && args[ARG_SINK] == Py_None;
+    const int inputs = args[ARG_BIAS] == Py_None && args[ARG_SINK] == Py_None ? GRAD_V + 1 : GRADIENTS;
+    PyObject *tuple = PyTuple_New(inputs), *result;
+    if (!tuple)
+        return NULL;
+    for (int n = 0; n < inputs; n++)
+        PyTuple_SetItem(tuple, n, Py_NewRef(args[differentiable[n]]));
     requested = &this;
-    PyObject *result = PyObject_CallFunctionObjArgs(apply, args[ARG_Q], args[ARG_K], args[ARG_V],
-                                                    few ? NULL : args[ARG_BIAS], args[ARG_SINK], NULL);
+    result = PyObject_Call(apply, tuple, NULL); /* which takes a tuple: it need not be made of arguments first */
+    Py_DECREF(tuple);
     requested = NULL;
     return result;
 }
@@ -392,39 +397,37 @@ PyObject *torch_function_forward(PyObject *module, PyObject *const *p, Py_ssize_
 }
 
 /* A class of classes whose attributes are found in a short list first. PyTorch asks the autograd function for five of them in
- * each call, by names that some versions make anew, which Python looks for in every base, and in those of the class's class
- * before. */
+ * each call, which Python looks for in every base, and in those of the class's class before. Some versions have the names as
+ * text, of which Python makes an object each time, unless the class of classes takes text as well. */
 enum { AT_HAND = 8 };
 static struct {
     PyObject *name, *value;
     const char *text;
-    Py_ssize_t size;
 } at_hand[AT_HAND];
 static PyObject *(*get_attribute)(PyObject *type, PyObject *name);
 
 static PyObject *get_at_hand(PyObject *type, PyObject *name)
 {
-    int n = 0;
-    while (n < AT_HAND && at_hand[n].name != name)
-        n++;
-    if (n == AT_HAND) {
-        Py_ssize_t size;
-        const char *text = PyUnicode_AsUTF8AndSize(name, &size);
-        for (n = 0; text && n < AT_HAND && (at_hand[n].size != size || memcmp(at_hand[n].text, text, (size_t)size));)
-            n++;
-        if (!text || !at_hand[n % AT_HAND].name)
-            n = AT_HAND, PyErr_Clear();
-    }
-    if (n == AT_HAND)
-        return get_attribute(type, name);
-    Py_INCREF(at_hand[n].value);
-    return at_hand[n].value;
+    for (int n = 0; n < AT_HAND && at_hand[n].name; n++)
+        if (at_hand[n].name == name)
+            return Py_NewRef(at_hand[n].value);
+    return get_attribute(type, name);
+}
+
+static PyObject *get_at_hand_by_text(PyObject *type, char *text)
+{
+    for (int n = 0; n < AT_HAND && at_hand[n].name; n++)
+        if (*at_hand[n].text == *text && !strcmp(at_hand[n].text, text)) /* their first letters differ */
+            return Py_NewRef(at_hand[n].value);
+    PyObject *name = PyUnicode_FromString(text), *value = name ? get_attribute(type, name) : NULL;
+    Py_XDECREF(name);
+    return value;
 }
 
 PyObject *torch_quick_class(PyObject *module, PyObject *metaclass)
 {
     (void)module;
-    PyType_Slot slots[] = { { Py_tp_getattro, get_at_hand }, { 0, NULL } };
+    PyType_Slot slots[] = { { Py_tp_getattro, get_at_hand }, { Py_tp_getattr, get_at_hand_by_text }, { 0, NULL } };
     PyType_Spec spec = { "heed._C.QuickClass", 0, 0, Py_TPFLAGS_DEFAULT, slots };
     *(void **)&get_attribute = PyType_GetSlot(&PyType_Type, Py_tp_getattro);
     return PyType_FromSpecWithBases(&spec, metaclass);
@@ -443,8 +446,9 @@ PyObject *torch_keep_at_hand(PyObject *module, PyObject *p)
         PyErr_SetString(PyExc_ValueError, "keep_at_hand: there is no room for another");
         return NULL;
     }
+    if (!(at_hand[n].text = PyUnicode_AsUTF8AndSize(name, NULL)))
+        return NULL;
     Py_INCREF(p); /* and with it both of them, for good */
-    at_hand[n].text = PyUnicode_AsUTF8AndSize(name, &at_hand[n].size);
     at_hand[n].name = name, at_hand[n].value = value;
     Py_RETURN_NONE;
 }
