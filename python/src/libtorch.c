@@ -68,6 +68,8 @@ void libtorch_find(void)
         { &libtorch.saved_hooks, "_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv" },
         { &libtorch.requires_grad, "_ZNK3c1010TensorImpl13requires_gradEv" },
         { &libtorch.is_neg, "_ZN2at6native6is_negERKNS_6TensorE" },
+        { &libtorch.is_inference, "_ZN2at6native12is_inferenceERKNS_6TensorE" },
+        { &libtorch.version_of, "_ZNK2at10TensorBase8_versionEv" },
         { &libtorch.keeps_graph, "_ZN5torch8autograd33get_current_graph_task_keep_graphEv" },
     };
     for (size_t n = 0; n < sizeof functions / sizeof *functions; n++)

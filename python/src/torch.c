@@ -55,23 +55,42 @@ static const argument tensors[] = { ARG_Q,
 enum { TENSORS = sizeof tensors / sizeof *tensors };
 
 /* What goes from the autograd function's forward to its backward: the arguments that are not their defaults, but of the tensors
- * only which they are, as autograd keeps them; and lse and o, where they are in hidden memory. */
+ * only which they are, where autograd keeps them; and lse and o, where they are in hidden memory. */
 typedef struct pack {
     PyObject_HEAD int tensors, others;
+    int holds; /* the tensors too, as autograd has nothing to keep */
+    int gone;  /* what was held and hidden: the backward that was the last has been */
     uint8_t tensor[ARGUMENTS], other[ARGUMENTS];
-    PyObject *value[ARGUMENTS]; /* of the others */
+    PyObject *value[ARGUMENTS]; /* of the others, and from the end on of the tensors that are held */
+    struct {
+        const void *impl;
+        int64_t version;
+    } was[TENSORS]; /* those that are held */
     heed_tensor o, lse;
     memory_hidden hidden;
 } pack;
 static PyTypeObject *pack_type;
 PyObject *torch_backward_type;
 
+static PyObject **held(pack *p, int n) { return &p->value[ARGUMENTS - 1 - n]; }
+
+static void let_go(pack *p)
+{
+    const int count = p->holds ? p->tensors : 0;
+    p->gone = p->holds || p->hidden.data;
+    memory_drop(&p->hidden);
+    for (int n = 0; n < count; n++)
+        Py_CLEAR(*held(p, n));
+}
+
+/* A tensor may be all that holds the graph behind it, with the pack of another call in it, and so on: of contexts and tensors
+ * Python itself sees to it that a long graph takes no more stack than there is. */
 static void pack_free(PyObject *self)
 {
     pack *p = (pack *)self;
     for (int n = 0; n < p->others; n++)
         Py_DECREF(p->value[n]);
-    memory_drop(&p->hidden);
+    let_go(p);
     PyObject_Free(self);
     Py_DECREF(pack_type);
 }
@@ -80,7 +99,7 @@ static pack *new_pack(void)
 {
     pack *p = PyObject_New(pack, pack_type);
     if (p) {
-        p->tensors = p->others = 0;
+        p->tensors = p->others = p->holds = p->gone = 0;
         p->hidden.data = p->hidden.owner = p->hidden.copy = NULL;
     }
     return p;
@@ -343,17 +362,33 @@ PyObject *torch_attention(PyObject *module, PyObject *const *p, Py_ssize_t n)
 
 /* ---- The autograd function -------------------------------------------------------------------------------------- */
 
+/* Whether a tensor can be held without autograd, which would watch for changes in place; it refuses those of inference mode. */
+static int can_hold(PyObject *tensor)
+{
+    return libtorch.tensor_at && libtorch.version_of && libtorch.is_inference && libtorch.keeps_graph &&
+           !libtorch.is_inference(libtorch_tensor(tensor));
+}
+
+static void hold(pack *p, int n, PyObject *tensor)
+{
+    *held(p, n) = Py_NewRef(tensor);
+    p->was[n].impl = *(void **)libtorch_tensor(tensor);
+    p->was[n].version = libtorch.version_of(libtorch_tensor(tensor));
+}
+
 /* Tensors go through save_for_backward, which watches for changes in place and lets hooks move them; the other arguments
- * stay in ctx.options. */
+ * stay in ctx.options. Where there are no hooks and o is but a copy, so do the tensors: to save three of them takes longer
+ * than to attend to a few rows. */
 static int remember(PyObject *ctx, const request *r, pack *others, PyObject *o, PyObject *lse)
 {
-    PyObject *kept[2 + ARGUMENTS] = { o, lse };
-    int count = others->hidden.copy ? 0 : lse ? 2 : 1;
+    PyObject *kept[2 + ARGUMENTS] = { o, lse }, *tuple = NULL;
+    int holds = others->hidden.copy != NULL, count = holds ? 0 : lse ? 2 : 1;
     for (int n = 0; n < ARGUMENTS; n++) {
         PyObject *value = r->args[n];
         if (value == call_defaults[n])
             continue;
         if (view_of_exchange(value)) {
+            holds = holds && count < TENSORS && can_hold(value);
             kept[count++] = value;
             others->tensor[others->tensors++] = (uint8_t)n;
         } else {
@@ -362,12 +397,13 @@ static int remember(PyObject *ctx, const request *r, pack *others, PyObject *o, 
             others->other[others->others++] = (uint8_t)n;
         }
     }
-    PyObject *tuple = PyTuple_New(count);
-    for (int n = 0; tuple && n < count; n++) {
-        Py_INCREF(kept[n]);
-        PyTuple_SetItem(tuple, n, kept[n]);
-    }
-    int bad = !tuple || set(&to_save, ctx, tuple) || set(&options, ctx, (PyObject *)others) ||
+    others->holds = holds;
+    for (int n = 0; holds && n < count; n++)
+        hold(others, n, kept[n]);
+    if (!holds && (tuple = PyTuple_New(count)))
+        for (int n = 0; n < count; n++)
+            PyTuple_SetItem(tuple, n, Py_NewRef(kept[n]));
+    int bad = (!holds && (!tuple || set(&to_save, ctx, tuple))) || set(&options, ctx, (PyObject *)others) ||
               (r->return_lse && set(&materialize_grads, ctx, Py_False));
     Py_XDECREF(tuple);
     return bad;
@@ -478,21 +514,44 @@ int torch_gradients(const torch_given *given, const int *wants, int in_one, PyOb
     return bad ? -1 : 0;
 }
 
+/* Whether the tensors that are held are still what they were; else there is an exception. */
+static int is_unchanged(pack *p)
+{
+    if (p->gone) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "Trying to backward through the graph a second time, after what it had saved was freed; "
+                        "retain_graph=True keeps it");
+        return 0;
+    }
+    for (int n = 0; p->holds && n < p->tensors; n++) {
+        const void *tensor = libtorch_tensor(*held(p, n));
+        const int64_t version = libtorch.version_of(tensor);
+        if (*(void *const *)tensor == p->was[n].impl && version == p->was[n].version)
+            continue;
+        PyErr_Format(PyExc_RuntimeError,
+                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                     "%U is at version %lld; expected version %lld instead",
+                     call_names[p->tensor[n]], (long long)version, (long long)p->was[n].version);
+        return 0;
+    }
+    return 1;
+}
+
 /* What remember() kept, put together again. The references in args are borrowed from the other two, which are new. */
 static int recall(PyObject *ctx, PyObject **kept, pack **others, PyObject **args)
 {
-    *kept = get(&saved_tensors, ctx);
+    *kept = get(&saved_tensors, ctx); /* an error where the backward before was the last */
     PyObject *rest = *kept ? get(&options, ctx) : NULL;
-    if (!rest || Py_TYPE(rest) != pack_type) {
+    if (!rest || Py_TYPE(rest) != pack_type || !is_unchanged((pack *)rest)) {
         Py_CLEAR(*kept);
         Py_XDECREF(rest);
         return -1;
     }
-    const pack *p = *others = (pack *)rest;
+    pack *p = *others = (pack *)rest;
     const int first = p->hidden.copy ? 0 : p->hidden.data ? 1 : 2; /* behind o and lse */
     memcpy(args, call_defaults, ARGUMENTS * sizeof *args);
     for (int n = 0; n < p->tensors; n++)
-        args[p->tensor[n]] = PyTuple_GetItem(*kept, first + n);
+        args[p->tensor[n]] = p->holds ? *held(p, n) : PyTuple_GetItem(*kept, first + n);
     for (int n = 0; n < p->others; n++)
         args[p->other[n]] = p->value[n];
     return 0;
@@ -528,6 +587,19 @@ PyObject *torch_function_state(PyObject *module, PyObject *ctx)
     return result;
 }
 
+/* Whether the backward that runs now frees the graph. */
+static int is_last(void) { return libtorch.keeps_graph && !libtorch.keeps_graph(); }
+
+static PyObject *call_otherwise(PyObject *ctx, PyObject *d_o, PyObject *d_lse)
+{
+    PyObject *result = PyObject_CallFunctionObjArgs(backward_otherwise, ctx, d_o, d_lse, NULL);
+    PyObject *rest = result && is_last() ? get(&options, ctx) : NULL;
+    if (rest && Py_TYPE(rest) == pack_type)
+        let_go((pack *)rest);
+    Py_XDECREF(rest);
+    return result;
+}
+
 /* apply(do) or apply(do, dlse), the method of an autograd function's context. */
 static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t n)
 {
@@ -537,7 +609,7 @@ static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t
     }
     PyObject *d_o = p[0], *d_lse = n > 1 ? p[1] : Py_None;
     if (d_o == Py_None || grad_enabled()) /* only lse was used; or a graph of the backward is wanted */
-        return PyObject_CallFunctionObjArgs(backward_otherwise, ctx, d_o, d_lse, NULL);
+        return call_otherwise(ctx, d_o, d_lse);
 
     pack *others;
     PyObject *kept, *args[ARGUMENTS], *made[GRADIENTS], *result = NULL;
@@ -561,8 +633,8 @@ static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t
             result = PyTuple_Pack(inputs, made[0], made[1], made[2], made[3], made[4]);
             for (int i = 0; i < GRADIENTS; i++)
                 Py_DECREF(made[i]);
-            if (libtorch.keeps_graph && !libtorch.keeps_graph())
-                memory_drop(&others->hidden);
+            if (is_last())
+                let_go(others);
         }
     }
     Py_DECREF(kept);

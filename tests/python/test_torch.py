@@ -417,6 +417,79 @@ def test_a_result_that_is_changed_in_place(device, rows):
             torch.autograd.grad(o, inputs, d_o)
 
 
+@pytest.mark.parametrize("rows", [5, 400])
+def test_inputs_are_watched_whoever_keeps_them(device, rows):
+    """Autograd, or, where the call is small, heed itself."""
+    shape = (1, 2, rows, 16)
+    leaf = torch.randn(shape, device=device, requires_grad=True)
+    for n in range(3):
+        inputs = [leaf * 2 for _ in range(3)]
+        o = heed.attention(*inputs)
+        same(torch.autograd.grad(o.sum(), leaf, retain_graph=True), torch.autograd.grad(o.sum(), leaf, retain_graph=True))
+        inputs[n].mul_(2)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                o.sum().backward()
+    o = heed.attention(leaf, leaf, leaf)
+    o.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        o.sum().backward()
+    with torch.inference_mode():
+        other = torch.randn(shape, device=device)
+    with pytest.raises(RuntimeError, match="[Ii]nference"):
+        heed.attention(leaf, other, other)
+
+
+def test_another_tensor_in_an_inputs_place_is_noticed(device):
+    inputs, others = qkv(device), qkv(device)
+    o = heed.attention(*inputs)
+    try:
+        torch.utils.swap_tensors(inputs[0], others[0])
+    except RuntimeError:
+        return  # PyTorch sees who else holds it
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_a_backward_after_one_that_failed_behind_it(device):
+    q, k, v = qkv(device)
+    o = heed.attention(q, k, v)
+
+    def fail(*_):
+        raise KeyError("a hook")
+
+    hook = o.grad_fn.register_hook(fail)
+    with pytest.raises(KeyError):
+        o.sum().backward()
+    hook.remove()
+    with pytest.raises(RuntimeError, match="a second time"):
+        o.sum().backward()
+
+
+def test_a_long_graph_is_freed_in_little_stack(device):
+    x = torch.randn(1, 1, 2, 4, device=device, requires_grad=True)
+    for _ in range(20_000):
+        x = heed.attention(x, x, x)
+    del x
+
+
+@pytest.mark.parametrize("options", [{}, {"create_graph": True, "retain_graph": False}])
+def test_a_last_backward_lets_go_of_the_inputs(device, options):
+    import weakref
+
+    leaf = torch.randn(1, 2, 9, 16, device=device, requires_grad=True)
+    q = leaf * 2
+    o = heed.attention(q, q, q)
+    watched = weakref.ref(q)
+    del q
+    gc.collect()
+    total = o.sum()
+    assert watched() is not None
+    torch.autograd.grad(total, leaf, **options)
+    gc.collect()
+    assert watched() is None
+
+
 def test_no_memory_is_kept_after_backward(device):
     import gc
     import weakref
