@@ -178,7 +178,8 @@ enum {
 #define HEED_AT_ONCE 128      /* keys that such a kernel meets together, whatever the rows, */
 #define HEED_AT_ONCE_WIDE 96  /* with head sizes above 64 */
 #define HEED_SHORT_WIDE 192   /* with head sizes above 64 in fp32, or a mask or bias in 16 bits, */
-#define HEED_SHORT_WIDEST 128 /* above 64 in 16 bits, or above 128 with more than scale and band */
+#define HEED_SHORT_WIDEST 128 /* above 64 in 16 bits, or above 128 with more than scale and band; */
+#define HEED_SHORT_TERMS 64   /* and, of what they can take above 64 in fp32, this with more than the scale */
 
 #define HEED_ANY_ARCH INT32_MAX
 
@@ -231,12 +232,20 @@ unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
  * sequence meets another kernel because of the others; and head sizes are whole pieces of 16 bytes. If not, why. */
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
 
+/* In fp32, of wide heads: whether something is added to scores, or hides them, and not only of a few. */
+static inline int heed_has_wide_terms(const heed_problem *p)
+{
+    const int terms = p->a.mask.data || p->a.bias.data || p->a.alibi.data || p->a.scale <= 0;
+    return p->a.q.dtype == HEED_F32 && terms && HEED_MAX(p->D, p->Dv) > 64 &&
+           HEED_MAX(p->Sq, p->full.keys) > HEED_SHORT_TERMS;
+}
+
 /* Whether there are so many rows or keys that it pays what the kernels of HEED_FOR_LONG do first: in fp32 with keys beyond
- * those of short sequences, or with head sizes above 128, where others are slower still. */
+ * those of short sequences, or where others are slower still. */
 static inline int heed_is_long(const heed_problem *p)
 {
     const int sooner = p->a.q.dtype == HEED_F32 && (p->full.keys > HEED_SHORT_WIDE || HEED_MAX(p->D, p->Dv) > 128);
-    return sooner || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG;
+    return sooner || heed_has_wide_terms(p) || HEED_MAX(p->Sq, p->full.keys) >= HEED_LONG;
 }
 
 /* Keys up to which kernels for few of them are better at scores that something is added to or hides: those that they meet at

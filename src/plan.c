@@ -275,13 +275,16 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
     return 0;
 }
 
-/* Whether a kernel that can take the problem is better left for longer ones. Looks at nothing that a call with another
- * batch or other heads would change. */
-static int is_too_short(const heed_kernel *k, const heed_problem *p, char *why, size_t size)
+/* Whether a kernel that can take the problem is better left for others, longer ones mostly. Looks at nothing that a call with
+ * another batch or other heads would change. */
+static int is_for_others(const heed_kernel *k, const heed_problem *p, char *why, size_t size)
 {
     const int64_t most = HEED_MAX(p->Sq, p->full.keys);
     if (k->uses & HEED_FOR_LONG && !heed_is_long(p))
         snprintf(why, size, "is for %d rows or keys and more, these are at most %" PRId64, HEED_LONG, most);
+    else if (k->uses & HEED_ONLY_SHORT && heed_has_wide_terms(p))
+        snprintf(why, size, "is for %d rows and keys with more than the scale at this head_dim, these are %" PRId64,
+                 HEED_SHORT_TERMS, most);
     else if (k->uses & HEED_FOR_ROWS && heed_are_few(p, p->Sq, p->full.keys))
         snprintf(why, size,
                  "is for %" PRId64 " rows and half as many keys or more, these are at most %" PRId64 " and %" PRId64,
@@ -392,7 +395,7 @@ heed_status heed_choose(const heed_problem *p, const heed_device *d, const char 
         const heed_kernel *k = &heed_kernels[i];
         if (!is_candidate(k, p, d))
             continue;
-        if (fits(k, p, d, reason, sizeof reason) && !is_too_short(k, p, reason, sizeof reason) &&
+        if (fits(k, p, d, reason, sizeof reason) && !is_for_others(k, p, reason, sizeof reason) &&
             !wants_too_much(k, p, d, reason, sizeof reason))
             return take(k, p, d, 0, plan, why);
         say(why, "%s: passed over: %s\n", k->name, reason);

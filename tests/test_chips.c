@@ -206,6 +206,7 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
         if (d->arch >= k->isa_or_arch && d->arch <= k->newest_arch && d->shared_bytes >= k->shared_bytes &&
             HEED_MAX(p->D, p->Dv) <= heed_widest(k, p) && !(heed_uses_of(p) & ~k->uses) &&
             (!(k->uses & HEED_FOR_LONG) || heed_is_long(p)) && (!(k->uses & HEED_FOR_TERMS) || heed_has_terms(p)) &&
+            (!(k->uses & HEED_ONLY_SHORT) || !heed_has_wide_terms(p)) &&
             (!(k->uses & HEED_FOR_ROOM) || k->workspace(p, NULL) <= inputs_of(p)) &&
             heed_is_small(p, k->uses, why, sizeof why))
             return k;
@@ -472,14 +473,31 @@ TEST(wide_rows_with_more_than_scale_and_band_meet_fewer_keys)
             const char
                 *const says = more ? "sm90exact_f32: passed over: takes up to 128 keys of this head_dim, these are 129"
                                    : "sm90exact_f32: taken";
-            sample s = sample_of((heed_pass)pass, HEED_F32, 70, HEED_SHORT_WIDEST + more, 136, 136);
-            s.a.scale = -1;
+            sample s = sample_of((heed_pass)pass, HEED_F32, 70, 2 * (HEED_SHORT_WIDEST + more), 136, 136);
+            s.a.causal = 1, s.a.key_stride = 2;
             if (!has_cuda_rows() ||
                 heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, "h200", text, sizeof text) != HEED_OK ||
                 !strstr(text, "sm90exact_f32"))
                 skip(); /* a build without them */
             if (!strstr(text, says))
                 fail_msg("\"%s\" without \"%s\"", text, says);
+        }
+}
+
+/* docs/tuning/small.md: what is read for each score leaves the kernels for short sequences behind. */
+TEST(wide_rows_with_terms_get_the_kernels_of_long_ones_soon)
+{
+    char text[4096];
+    for (int more = 0; more < 2; more++)
+        for (int pass = 0; pass < 2; pass++) {
+            sample s = sample_of((heed_pass)pass, HEED_F32, 20, HEED_SHORT_TERMS + more, 72, 72);
+            s.a.scale = -1;
+            if (!has_cuda_rows() ||
+                heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, "h200", text, sizeof text) != HEED_OK ||
+                !strstr(text, "sm90exact_f32"))
+                skip(); /* a build without them */
+            if (!strstr(text, more ? "sm90split_f32: taken" : "sm90exact_f32: taken"))
+                fail_msg("\"%s\" with %d keys", text, HEED_SHORT_TERMS + more);
         }
 }
 
@@ -647,6 +665,7 @@ int main(void)
         cmocka_unit_test(long_fp32_problems_get_their_own_kernels_on_hopper),
         cmocka_unit_test(few_rows_and_keys_get_kernels_of_their_own),
         cmocka_unit_test(wide_rows_with_more_than_scale_and_band_meet_fewer_keys),
+        cmocka_unit_test(wide_rows_with_terms_get_the_kernels_of_long_ones_soon),
         cmocka_unit_test(plain_fp32_gets_no_tensor_cores),
         cmocka_unit_test(a_chip_without_what_a_kernel_needs_is_told_why),
         cmocka_unit_test(a_kernel_that_lacks_a_feature_says_which),
