@@ -179,7 +179,7 @@ enum {
 #define HEED_AT_ONCE_WIDE 96  /* with head sizes above 64 */
 #define HEED_SHORT_WIDE 192   /* with head sizes above 64 in fp32, or a mask or bias in 16 bits, */
 #define HEED_SHORT_WIDEST 128 /* above 64 in 16 bits, or above 128 with more than scale and band; */
-#define HEED_SHORT_TERMS 64   /* and, of what they can take above 64 in fp32, this with more than the scale */
+#define HEED_SHORT_TERMS 64   /* from here on others are better above 64 in fp32 with more than the scale */
 
 #define HEED_ANY_ARCH INT32_MAX
 
@@ -237,7 +237,7 @@ static inline int heed_has_wide_terms(const heed_problem *p)
 {
     const int terms = p->a.mask.data || p->a.bias.data || p->a.alibi.data || p->a.scale <= 0;
     return p->a.q.dtype == HEED_F32 && terms && HEED_MAX(p->D, p->Dv) > 64 &&
-           HEED_MAX(p->Sq, p->full.keys) > HEED_SHORT_TERMS;
+           HEED_MAX(p->Sq, p->full.keys) >= HEED_SHORT_TERMS;
 }
 
 /* Whether there are so many rows or keys that it pays what the kernels of HEED_FOR_LONG do first: in fp32 with keys beyond

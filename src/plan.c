@@ -283,7 +283,8 @@ static int is_for_others(const heed_kernel *k, const heed_problem *p, char *why,
     if (k->uses & HEED_FOR_LONG && !heed_is_long(p))
         snprintf(why, size, "is for %d rows or keys and more, these are at most %" PRId64, HEED_LONG, most);
     else if (k->uses & HEED_ONLY_SHORT && heed_has_wide_terms(p))
-        snprintf(why, size, "is for %d rows and keys with more than the scale at this head_dim, these are %" PRId64,
+        snprintf(why, size,
+                 "is for fewer than %d rows and keys with more than the scale at this head_dim, these are %" PRId64,
                  HEED_SHORT_TERMS, most);
     else if (k->uses & HEED_FOR_ROWS && heed_are_few(p, p->Sq, p->full.keys))
         snprintf(why, size,
