@@ -4,6 +4,7 @@
     python3 bench/small.py modes   [--lib PATH] [--only WORDS]      the same under masks, for head sizes 8 to 256, ...
     python3 bench/small.py grid    [--lib PATH] [--only WORDS]      the same from few heads to a full GPU, 64 to 256 keys
     python3 bench/small.py grid --keys 256,512,1024 --heads 1x8,2x16 --size 64,128    or any others
+    python3 bench/small.py grid --with bias,mask --dtype f32 --keys 512,1024          with these, in place of full and causal
     python3 bench/small.py user    [--dtype f32,f16]                eager calls of the Python package, by the host's clock
     python3 bench/small.py strided                                  keys off a stride, through the Python package
     python3 bench/small.py errors  [--lib PATH] [--dtype f32,f16]   of all of these against fp64
@@ -160,23 +161,35 @@ def modes(lib, dtypes, only):
                   f"{which2[:5]:<6}{peer2 / ours2:5.2f}", flush=True)
 
 
-def grid(lib, dtypes, only, keys, batches, sizes):
+def kind_of(kind, name, batch, heads, s):
+    """What heed and PyTorch are told of a full or causal problem, or one with a bias or a mask."""
+    if kind == "bias":
+        bias = normal(name, 1, heads, s, s)
+        return dict(bias=bias), dict(attn_mask=bias.expand(batch, -1, -1, -1))
+    if kind == "mask":
+        mask = torch.rand(1, 1, s, s, device="cuda") > 0.3
+        return dict(mask=mask), dict(attn_mask=mask)
+    return dict(causal=int(kind == "causal")), dict(is_causal=kind == "causal")
+
+
+def grid(lib, dtypes, only, keys, batches, sizes, kinds):
     """How many times as fast as PyTorch, forward and both: rows are heads and their size, columns keys."""
-    print("times as fast as PyTorch, forward and both (us of both); as many rows as keys" + "".join(f"{s:>22}" for s in keys))
+    print("times as fast as PyTorch, forward and both (us); as many rows as keys" + "".join(f"{s:>30}" for s in keys))
     for name in dtypes:
         for batch, heads in batches:
             for d in sizes:
-                for causal in (False, True):
-                    line = f"{name:<5}{batch} x {heads}, d{d}{' causal' if causal else '':<8}"
+                for kind in kinds:
+                    line = f"{name:<5}{batch} x {heads}, d{d} {kind:<8}"
                     if not any(word in line for word in only.split(",")):
                         continue
                     for s in keys:
                         q, k, v, g = (normal(name, batch, heads, s, d) for _ in range(4))
-                        heed = OnStream(lib, q, k, v, g, None, name, causal=int(causal))
+                        told, torch_told = kind_of(kind, name, batch, heads, s)
+                        heed = OnStream(lib, q, k, v, g, None, name, **told)
                         repeats = 3 if batch * heads > 200 else 10
                         ours = [graph_us(call, repeats) for call in (heed.forward, heed.both)]
-                        theirs = [best_of_torch(q, k, v, g, way, repeats, is_causal=causal)[1] for way in (False, True)]
-                        line += f"{theirs[0] / ours[0]:7.2f}{theirs[1] / ours[1]:6.2f} ({ours[1]:6.1f})"
+                        theirs = [best_of_torch(q, k, v, g, way, repeats, **torch_told)[1] for way in (False, True)]
+                        line += f"{theirs[0] / ours[0]:7.2f}{theirs[1] / ours[1]:6.2f} ({ours[0]:6.1f}, {ours[1]:6.1f})"
                     print(line, flush=True)
 
 
@@ -297,6 +310,8 @@ def main():
     p.add_argument("--size", type=numbers, default=(32, 64, 96, 128, 192, 256), help="grid: these head sizes")
     p.add_argument("--heads", type=lambda text: [numbers(x, "x") for x in text.split(",")], metavar="BxH,...",
                    default=((2, 8), (8, 16), (64, 16)), help="grid: so many sequences of so many heads")
+    p.add_argument("--with", dest="kinds", type=lambda text: text.split(","), default=("", "causal"), metavar="KINDS",
+                   help="grid: of causal, bias and mask")
     args = p.parse_args()
     dtypes = args.dtype.split(",")
     if args.what in ("user", "strided"):
@@ -306,7 +321,7 @@ def main():
     if args.what == "modes":
         modes(lib, dtypes, args.only)
     elif args.what == "grid":
-        grid(lib, dtypes, args.only, args.keys, args.heads, args.size)
+        grid(lib, dtypes, args.only, args.keys, args.heads, args.size, args.kinds)
     else:
         dict(replay=replay, errors=errors)[args.what](lib, dtypes)
 
