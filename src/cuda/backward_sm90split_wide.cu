@@ -474,12 +474,13 @@ heed_status heed_backward_sm90split_wide(const heed_problem *p, const heed_plan 
     job.exact_below = split_exact_below(a), job.any = job.split.zeros + 2;
     job.split.columns = split_columns(a);
     heed_status status = heed_cuda_split(a, job.split, false, NULL, x);
-    if (!status)
-        status = has_terms(a) ? job.split.columns == 192 ? run<192, 64, true>(job, x) : run<256, 32, true>(job, x)
-                 : job.split.columns == 192 ? run<192, 64, false>(job, x)
-                                            : run<256, 32, false>(job, x);
+    const bool narrow = job.split.columns == 192;
+    if (!status && has_terms(a))
+        status = narrow ? run<192, 64, true>(job, x) : run<256, 32, true>(job, x);
+    else if (!status)
+        status = narrow ? run<192, 64, false>(job, x) : run<256, 32, false>(job, x);
     const marked only = { job.any, job.split.k.marks, job.split.q.marks };
-    if (!status && job.split.columns == 192) { /* what is marked wants rows as wide as its tiles */
+    if (!status && narrow) { /* what is marked wants rows as wide as its tiles */
         split_tensors pass = job.split;
         pass.columns = 0, pass.zeros = pass.k.marks = pass.q.marks = NULL;
         status = heed_cuda_split(a, pass, true, job.any, x);

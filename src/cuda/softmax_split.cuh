@@ -37,8 +37,8 @@ template <class S> __device__ inline void find_maxima(const float (&s)[S::KEYS /
 /* Beyond, what is subtracted from exponents would be rounded too far. */
 constexpr float FARTHEST = 1e7f;
 
-/* The maxima follow logits with terms, so that P stays near 2^11 however these rise along the keys: O, l and `now` with them.
- * Next to logits beyond -FARTHEST those below are nothing. True: some are beyond FARTHEST. */
+/* The maxima follow logits with terms, and O and l follow them, so that P stays near 2^11 however a bias rises along the keys.
+ * Beside logits above -FARTHEST those below are nothing. True: some are beyond FARTHEST. */
 template <class S>
 __device__ inline bool follow_maxima(const float (&s)[S::KEYS / 2], split_state &x, float (&O)[S::HEAD / 2])
 {
