@@ -93,15 +93,8 @@ struct split_space {
 /* Returns the bytes that it takes. */
 static size_t lay_out(const heed_problem *p, void *memory, split_space *s)
 {
-    const int64_t rows = p->a.q.shape[0] * p->Hq * p->a.q.shape[2];
-    workspace space = { (char *)memory, split_place(p, SPLIT_ALL, (char *)memory, s->split) };
     split_tensors &split = s->split;
-    space.bytes = (space.bytes + 15) / 16 * 16;
-    split.L = (float *)space.take(rows * sizeof(float));
-    split.delta = (float *)space.take(rows * sizeof(float));
-    split.zeros = (int *)space.take(3 * sizeof(int));
-    split.k.marks = (int *)space.take(p->a.k.shape[0] * p->Hk * split.k.head_rows * sizeof(int));
-    split.q.marks = (int *)space.take(rows * sizeof(int));
+    workspace space = begin_workspace(p, memory, split);
     heed_sm90_take_table(&space, &s->keys, p, &p->a.k, SPLIT_ROWS, COLUMNS);
     heed_sm90_take_table(&space, &s->queries, p, &p->a.q, QUERIES, COLUMNS);
     if (split_width_of(p) == 64) {

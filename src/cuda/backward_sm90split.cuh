@@ -419,6 +419,22 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
     });
 }
 
+/* ---- The workspace ----------------------------------------------------------------------------------------------- */
+
+/* Begins with all tensors, split, and what goes with them. */
+inline workspace begin_workspace(const heed_problem *p, void *memory, split_tensors &split)
+{
+    const int64_t rows = p->a.q.shape[0] * p->Hq * p->a.q.shape[2];
+    workspace space = { (char *)memory, split_place(p, SPLIT_ALL, (char *)memory, split) };
+    space.bytes = (space.bytes + 15) / 16 * 16;
+    split.L = (float *)space.take(rows * sizeof(float));
+    split.delta = (float *)space.take(rows * sizeof(float));
+    split.zeros = (int *)space.take(3 * sizeof(int));
+    split.k.marks = (int *)space.take(p->a.k.shape[0] * p->Hk * split.k.head_rows * sizeof(int));
+    split.q.marks = (int *)space.take(rows * sizeof(int));
+    return space;
+}
+
 /* ---- Head sizes from 129 to 256: backward_sm90split_wide.cu ------------------------------------------------------ */
 
 size_t heed_backward_workspace_sm90split_wide(const heed_problem *p);

@@ -411,20 +411,6 @@ __global__ void __launch_bounds__(wide_shape<HEAD, TILE, TERMS>::THREADS, 1)
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
-/* Returns the bytes that it takes. */
-static size_t lay_out(const heed_problem *p, void *memory, split_tensors &split)
-{
-    const int64_t rows = p->a.q.shape[0] * p->Hq * p->a.q.shape[2];
-    workspace space = { (char *)memory, split_place(p, SPLIT_ALL, (char *)memory, split) };
-    space.bytes = (space.bytes + 15) / 16 * 16;
-    split.L = (float *)space.take(rows * sizeof(float));
-    split.delta = (float *)space.take(rows * sizeof(float));
-    split.zeros = (int *)space.take(3 * sizeof(int));
-    split.k.marks = (int *)space.take(p->a.k.shape[0] * p->Hk * split.k.head_rows * sizeof(int));
-    split.q.marks = (int *)space.take(rows * sizeof(int));
-    return space.bytes;
-}
-
 template <int HEAD, int TILE, bool TERMS> static heed_status run(wide_job &p, const heed_exec *x)
 {
     typedef wide_shape<HEAD, TILE, TERMS> C;
@@ -453,13 +439,13 @@ template <int HEAD, int TILE, bool TERMS> static heed_status run(wide_job &p, co
 size_t heed_backward_workspace_sm90split_wide(const heed_problem *p)
 {
     split_tensors split = {};
-    return lay_out(p, NULL, split) + heed_cuda_delta_bytes(p);
+    return begin_workspace(p, NULL, split).bytes + heed_cuda_delta_bytes(p);
 }
 
 heed_status heed_backward_sm90split_wide(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     wide_job job = {};
-    const prologue start(p, x, lay_out(p, x->workspace, job.split));
+    const prologue start(p, x, begin_workspace(p, x->workspace, job.split).bytes);
     const args &a = start.a;
     if (start.status)
         return start.status;

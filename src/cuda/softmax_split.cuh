@@ -75,8 +75,9 @@ __device__ inline bool follow_maxima(const float (&s)[S::KEYS / 2], split_state 
     return __any_sync(~0u, beyond);
 }
 
-/* Logits become P, and l its sum. */
-template <class S> __device__ inline void weigh_logits(float (&s)[S::KEYS / 2], split_state &x)
+/* P = 2^(c S - offset), and its sums. */
+template <class S>
+__device__ inline void take_exponentials(float (&s)[S::KEYS / 2], const split_state &x, float c, float (&sum)[2])
 {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -84,11 +85,19 @@ template <class S> __device__ inline void weigh_logits(float (&s)[S::KEYS / 2], 
 #pragma unroll
         for (int i = 0; i < S::KEYS / 4; i++) {
             float &p = s[i / 2 * 4 + 2 * r + i % 2];
-            p = exp2_fast(fmaf(p, LOG2E, -x.offset[r]));
+            p = exp2_fast(fmaf(p, c, -x.offset[r]));
             two[i % 2] += p;
         }
-        x.l[r] += two[0] + two[1];
+        sum[r] = two[0] + two[1];
     }
+}
+
+/* Logits become P, and l its sum. */
+template <class S> __device__ inline void weigh_logits(float (&s)[S::KEYS / 2], split_state &x)
+{
+    float sum[2];
+    take_exponentials<S>(s, x, LOG2E, sum);
+    x.l[0] += sum[0], x.l[1] += sum[1];
 }
 
 /* S becomes P, and l its sum: c = scale 2^-shifts changes from block to block. No maximum holds this up: where P has grown
@@ -101,17 +110,7 @@ __device__ inline bool weigh_split(float (&s)[S::KEYS / 2], split_state &x, floa
     if (x.unset)
         find_maxima<S>(s, x, c);
     float sum[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float two[2] = {};
-#pragma unroll
-        for (int i = 0; i < S::KEYS / 4; i++) {
-            float &p = s[i / 2 * 4 + 2 * r + i % 2];
-            p = exp2_fast(fmaf(p, c * exponents_back<S::HEAD>, -x.offset[r]));
-            two[i % 2] += p;
-        }
-        sum[r] = two[0] + two[1];
-    }
+    take_exponentials<S>(s, x, c * exponents_back<S::HEAD>, sum);
     bool lost = false;
     if (__any_sync(~0u, !(fmaxf(sum[0], sum[1]) <= P_SUM))) {
 #pragma unroll
