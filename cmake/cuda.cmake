@@ -53,7 +53,7 @@ endif()
 # Which sources: forward_<family>.cu and backward_<family>.cu are rows of the kernel table, forward_<family>_<part>.cu is
 # a part of one, split.cu serves those of that name, the others serve them all. A family is compiled for the chips that it
 # runs on, as src/cuda/backend.h says; device and tensor_map have no kernels, and any one chip will do.
-set(groups_all rows portable forward_mma mma turing split small sm90 host)
+set(groups_all mma forward_mma sm90 split small portable rows turing host) # the longest to compile first
 set(chips_mma "^[89a-z]|^1[0-9][0-9]")
 set(chips_forward_mma ${chips_mma})
 set(chips_small "^[89a-z]|^1[0-9][0-9]")
