@@ -5,14 +5,15 @@
     python3 bench/small.py grid    [--lib PATH] [--only WORDS]      the same from few heads to a full GPU, 64 to 256 keys
     python3 bench/small.py grid --keys 256,512,1024 --heads 1x8,2x16 --size 64,128    or any others
     python3 bench/small.py grid --with bias,mask --dtype f32 --keys 512,1024          with these, in place of full and causal
+    python3 bench/small.py decode  [--lib PATH] [--kernel NAMES]    few rows against many keys; others of heed's kernels beside
     python3 bench/small.py user    [--dtype f32,f16]                eager calls of the Python package, by the host's clock
     python3 bench/small.py strided                                  keys off a stride, through the Python package
     python3 bench/small.py errors  [--lib PATH] [--dtype f32,f16]   of all of these against fp64
 
 A ratio is PyTorch's time over heed's. PyTorch is the fastest backend of scaled_dot_product_attention that takes the problem;
-`plain` is matmul, softmax, matmul, and `naive` the same over all keys with those off the stride masked. In `replay`, `modes`
-and `grid` a time is that of one call among twenty in a graph, or fewer long ones. In `user` it is that of one call among many in a row, without
-waiting for any but the last: what a loop costs. In `user` and `strided` those who are timed take turns. Errors are relative to
+`plain` is matmul, softmax, matmul, and `naive` the same over all keys with those off the stride masked. In `replay`, `modes`,
+`grid` and `decode` a time is that of one call among twenty in a graph, or fewer long ones. In `user` it is that of one call
+among many in a row, without waiting for any but the last: what a loop costs. In `user` and `strided` those who are timed take turns. Errors are relative to
 the RMS of the exact result; PyTorch's are those of the backend that it takes by itself.
 """
 import argparse
@@ -193,6 +194,38 @@ def grid(lib, dtypes, only, keys, batches, sizes, kinds):
                     print(line, flush=True)
 
 
+# ---- Few rows against many keys --------------------------------------------------------------------------------------
+
+DECODE = ((2, 8, 8, 1, 512, 64), (2, 8, 8, 1, 4096, 64), (2, 8, 8, 1, 4096, 128), (2, 8, 8, 1, 4096, 256),
+          (1, 8, 8, 1, 32768, 128), (1, 32, 8, 1, 4096, 128), (16, 32, 8, 1, 4096, 128), (1, 32, 4, 1, 16384, 128),
+          (16, 32, 32, 1, 2048, 128), (2, 8, 8, 4, 4096, 128), (2, 8, 8, 8, 4096, 64), (2, 8, 8, 16, 4096, 128))
+
+
+def decode(lib, dtypes, families):
+    """Microseconds, and GB/s of K and V: heed, the kernels named in families, and PyTorch, of which enable_gqa is asked where
+    heads share keys."""
+    print("B, Hq, Hk, rows, keys, D: us of heed, GB/s of k and v; PyTorch's best, ratio; us of other kernels")
+    for name in dtypes:
+        for b, hq, hk, rows, keys, d in DECODE:
+            q, k, v = normal(name, b, hq, rows, d), *(normal(name, b, hk, keys, d) for _ in range(2))
+            heed = OnStream(lib, q, k, v, q, None, name)
+            ours = graph_us(heed.forward, 10)
+            which, theirs = best_of_torch(q, k, v, q, False, 10, **(dict(enable_gqa=True) if hq != hk else {}))
+            if hq == hk:
+                which, theirs = min((which, theirs), ("plain", graph_us(lambda: plain(q, k, v), 10)), key=lambda x: x[1])
+            others = []
+            for family in families:
+                size = C.c_size_t()
+                heed.x[0].kernel = f"forward_cuda_{family}_{name}".encode()
+                heed.check(lib.heed_workspace_size(C.byref(heed.a), None, C.byref(heed.x[0]), C.byref(size)))
+                space = torch.empty(size.value, dtype=torch.uint8, device="cuda")
+                heed.x[0].workspace, heed.x[0].workspace_bytes = space.data_ptr(), size.value
+                others.append(f"{family} {graph_us(heed.forward, 10):.1f}")
+            bytes_ = 2 * k.numel() * k.element_size()
+            print(f"{name:<5}{f'{b}, {hq}, {hk}, {rows}, {keys}, {d}':<28}{ours:8.1f}"
+                  f"{bytes_ / ours / 1e3:8.0f}   {which:<10}{theirs:8.1f}{theirs / ours:7.2f}   {', '.join(others)}", flush=True)
+
+
 # ---- As a user times it ----------------------------------------------------------------------------------------------
 
 def plain(q, k, v):
@@ -301,10 +334,12 @@ def errors(lib, dtypes, draws=3):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=("replay", "modes", "grid", "user", "strided", "errors"))
+    p.add_argument("what", choices=("replay", "modes", "grid", "decode", "user", "strided", "errors"))
     p.add_argument("--lib", default="build/libheed.so")
     p.add_argument("--dtype", default="f32,f16,bf16")
     p.add_argument("--only", default="", metavar="WORDS", help="modes, grid: those whose names have one of these")
+    p.add_argument("--kernel", type=lambda text: text.split(","), default=(), metavar="FAMILIES",
+                   help="decode: these of heed's kernels as well, such as sm90,mma")
     numbers = lambda text, between=",": tuple(map(int, text.split(between)))
     p.add_argument("--keys", type=numbers, default=(64, 128, 192, 256), help="grid: these numbers of keys")
     p.add_argument("--size", type=numbers, default=(32, 64, 96, 128, 192, 256), help="grid: these head sizes")
@@ -320,6 +355,8 @@ def main():
     lib.heed_last_error.restype = C.c_char_p
     if args.what == "modes":
         modes(lib, dtypes, args.only)
+    elif args.what == "decode":
+        decode(lib, dtypes, args.kernel)
     elif args.what == "grid":
         grid(lib, dtypes, args.only, args.keys, args.heads, args.size, args.kinds)
     else:

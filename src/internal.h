@@ -167,7 +167,8 @@ enum {
     HEED_ONLY_SMALL = 1 << 30, /* of a kernel: nothing beyond HEED_SMALL, */
     HEED_ONLY_SHORT = 1 << 27, /* or beyond HEED_SHORT: see heed_is_small() */
     HEED_FOR_ROOM = 1 << 26,   /* what it needs more bytes for than q, k, v and o have gets it only by name */
-    HEED_FOR_TERMS = 1 << 25,  /* what heed_has_terms() says no to likewise */
+    HEED_FOR_TERMS = 1 << 25,  /* what heed_has_terms() says no to likewise, */
+    HEED_FOR_FEW = 1 << 24,    /* and all but few rows against many keys, as heed_decodes() has it */
 };
 #define HEED_ROWS 128 /* docs/tuning/cpu.md */
 #define HEED_NARROW 32
@@ -180,6 +181,10 @@ enum {
 #define HEED_SHORT_WIDE 192   /* with head sizes above 64 in fp32, or a mask or bias in 16 bits, */
 #define HEED_SHORT_WIDEST 128 /* above 64 in 16 bits, or above 128 with more than scale and band; */
 #define HEED_SHORT_TERMS 64   /* from here on others are better above 64 in fp32 with more than the scale */
+
+#define HEED_MOST_ROWS 64 /* of a kernel for few rows and many keys, */
+#define HEED_FEW_ROWS 8   /* and where it pays: fp32.md there */
+#define HEED_MANY_KEYS 257
 
 #define HEED_ANY_ARCH INT32_MAX
 
@@ -231,6 +236,12 @@ unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
 /* Whether rows and keys are as few as a kernel of these uses wants them, by what is the same for every batch, so that no
  * sequence meets another kernel because of the others; and head sizes are whole pieces of 16 bytes. If not, why. */
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
+
+/* Whether so few rows see so many keys that reading those is what takes the time. */
+static inline int heed_decodes(const heed_problem *p)
+{
+    return p->Sq <= HEED_FEW_ROWS && p->full.keys >= HEED_MANY_KEYS;
+}
 
 /* In fp32, of wide heads: whether something is added to scores, or hides them, and not only of a few. */
 static inline int heed_has_wide_terms(const heed_problem *p)

@@ -270,6 +270,8 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
                  widest < k->max_head_dim ? " with dropout" : "", head_dim);
     else if (lacks)
         snprintf(why, size, "does not take: %s", use_names[__builtin_ctz(lacks)]);
+    else if (k->uses & HEED_FOR_FEW && p->Sq > HEED_MOST_ROWS) /* its workspace has all parts of the keys for each */
+        snprintf(why, size, "takes up to %d rows, these are %" PRId64, HEED_MOST_ROWS, p->Sq);
     else
         return heed_is_small(p, k->uses, why, size);
     return 0;
@@ -294,6 +296,9 @@ static int is_for_others(const heed_kernel *k, const heed_problem *p, char *why,
         snprintf(why, size, "is for %d rows and more, these are at most %" PRId64, heed_fewest_rows(p), p->Sq);
     else if (k->uses & HEED_FOR_TERMS && !heed_has_terms(p))
         snprintf(why, size, "is for a mask, a bias, ALiBi or dropout over more than %d keys", heed_few_keys(p));
+    else if (k->uses & HEED_FOR_FEW && !heed_decodes(p))
+        snprintf(why, size, "is for up to %d rows and %d keys or more, these are %" PRId64 " and %" PRId64,
+                 HEED_FEW_ROWS, HEED_MANY_KEYS, p->Sq, p->full.keys);
     else if (k->uses & HEED_FOR_ROWS && p->D + p->Dv < 2 * HEED_NARROW)
         snprintf(why, size, "is for head_dim %d and more, this is %" PRId64, HEED_NARROW, p->D);
     else

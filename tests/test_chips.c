@@ -207,6 +207,7 @@ static const heed_kernel *first_that_fits(const heed_problem *p, const heed_devi
             HEED_MAX(p->D, p->Dv) <= heed_widest(k, p) && !(heed_uses_of(p) & ~k->uses) &&
             (!(k->uses & HEED_FOR_LONG) || heed_is_long(p)) && (!(k->uses & HEED_FOR_TERMS) || heed_has_terms(p)) &&
             (!(k->uses & HEED_ONLY_SHORT) || !heed_has_wide_terms(p)) &&
+            (!(k->uses & HEED_FOR_FEW) || heed_decodes(p)) &&
             (!(k->uses & HEED_FOR_ROOM) || k->workspace(p, NULL) <= inputs_of(p)) &&
             heed_is_small(p, k->uses, why, sizeof why))
             return k;
@@ -406,6 +407,17 @@ TEST(few_rows_and_keys_get_kernels_of_their_own)
         heed_dtype type;
         const char *gpu;
     } problems[] = {
+        { 1, HEED_MANY_KEYS, 512, "forward_cuda_decode_f32: taken", HEED_F32, "a100" },
+        { HEED_FEW_ROWS, HEED_MANY_KEYS, 30, "forward_cuda_decode_f32: taken", HEED_F32, "h200" },
+        { 1, HEED_MANY_KEYS - 1, 64,
+          "forward_cuda_decode_f32: passed over: is for up to 8 rows and 257 keys or more, these are 1 and 256",
+          HEED_F32, "h200" },
+        { HEED_FEW_ROWS + 1, 1000, 64,
+          "forward_cuda_decode_f32: passed over: is for up to 8 rows and 257 keys or more, these are 9 and 1000",
+          HEED_F32, "h200" },
+        { HEED_MOST_ROWS + 1, 1000, 64, "forward_cuda_decode_f32: passed over: takes up to 64 rows, these are 65",
+          HEED_F32, "h200" },
+        { 1, 1000, 64, "forward_cuda_portable_f32: taken", HEED_F32, "t4" },
         { HEED_SMALL / 64, HEED_SMALL / 64, 64, "small_f32: taken", HEED_F32, "a100" },
         { HEED_SMALL / 32, HEED_SMALL / 32, 32, "small_f32: taken", HEED_F32, "h200" },
         { HEED_SMALL / 64 + 1, 70, 64, "small_f32: passed over: takes up to 80 rows of this head_dim, these are 81",

@@ -23,6 +23,8 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_SHARED_SMALL (99 * 1024) /* of sm_86, 89 and 120; sm_80 has more */
 #define HEED_NEEDS_forward_portable 75, HEED_ANY_ARCH, 64 * 1024, HEED_MAX_HEAD_DIM, HEED_USES_ALL
 #define HEED_NEEDS_backward_portable 75, HEED_ANY_ARCH, 64 * 1024, HEED_MAX_HEAD_DIM, HEED_USES_ALL
+#define HEED_NEEDS_forward_decode                                                                                      \
+    80, HEED_ANY_ARCH, HEED_SHARED_SMALL, HEED_MAX_HEAD_DIM, (HEED_USES_ALL & ~HEED_USES_UNALIGNED) | HEED_FOR_FEW
 #define HEED_NEEDS_forward_mma 80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED
 #define HEED_NEEDS_backward_mma                                                                                        \
     80, HEED_ANY_ARCH, HEED_SHARED_SMALL, 256, HEED_USES_ALL & ~HEED_USES_UNALIGNED & ~HEED_USES_RESULTS
@@ -84,6 +86,7 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
     heed_status heed_##way##_##family(const heed_problem *, const heed_plan *, const heed_exec *);
 HEED_DECLARE_CUDA(forward, portable)
 HEED_DECLARE_CUDA(backward, portable)
+HEED_DECLARE_CUDA(forward, decode)
 HEED_DECLARE_CUDA(forward, mma)
 HEED_DECLARE_CUDA(backward, mma)
 HEED_DECLARE_CUDA(forward, turing)

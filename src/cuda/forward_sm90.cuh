@@ -556,7 +556,7 @@ heed_status forward_sm90_run(const heed_problem *p, const heed_plan *plan, const
         by.lse = by.o + by.count * part_rows(p) * a.Dv;
     }
     heed_status status = run(a, by, plan->device.units, x);
-    return status || by.count == 1 ? status : heed_cuda_merge_parts(a, by.count, by.o, by.lse, plan, x);
+    return status || by.count == 1 ? status : heed_cuda_merge_parts(a, by.count, by.o, by.lse, NULL, plan, x);
 }
 
 #endif

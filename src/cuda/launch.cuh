@@ -130,9 +130,10 @@ heed_status heed_cuda_prepare_others(const heed_problem *p, args *a, const heed_
 size_t heed_cuda_facts_bytes(const heed_problem *p);
 heed_status heed_cuda_row_facts(const args &a, float unit, float2 *facts, const heed_exec *x);
 
-/* o and lse from those of so many parts of the keys, [part][batch][head][row]; here the sink joins them. */
-heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, const float *lse, const heed_plan *plan,
-                                  const heed_exec *x);
+/* o and lse from those of so many parts of the keys, [part][batch][head][row]; here the sink joins them. With sums, o is still
+ * to be divided by them, and lse is the largest score: its sum with a logarithm would be rounded once more. */
+heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, const float *lse, const float *sums,
+                                  const heed_plan *plan, const heed_exec *x);
 
 heed_status heed_cuda_sink_gradient(const args &a, const heed_exec *x);
 
