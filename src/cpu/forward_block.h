@@ -108,8 +108,8 @@ typedef struct forward_block {
     const heed_span *span;
     int64_t hk, rows, tiles;
     query row[BR];
-    _Alignas(64) float m[BR + W], l[BR + W]; /* m in units of the products: S / s_scale, unless scores are adjusted */
-    char started[BR];                        /* tile: O holds something */
+    _Alignas(64) float m[BR + 2 * W], l[BR + 2 * W]; /* m: of products, S / s_scale, if scores are not changed */
+    char started[BR];                                /* tile: O holds something */
     left Q;
     float *room, *S, *P, *O; /* room: for rows of Q that cannot be used where they lie */
     right K, V;              /* of key 0 */
@@ -315,18 +315,25 @@ static void tile_values(forward_block *b, forward_tile *x, int64_t n1, int *fini
     b->started[t] = 1;
 }
 
-/* lse of a row that saw keys, and in *scale what normalises its O; with the sink. */
-static float lse_of(const job *j, query q, float m, float l, float *scale)
+/* Of W rows what normalises O, and lse where wanted; 0 and -inf for one that saw no key. */
+INLINE void end_rows(const job *j, vec m, vec l, int wants_lse, float scale[W], float lse[W])
+{
+    vec per_sum = vec_div(vec_set1(1), l);
+    vec of_none = vec_less(m, vec_set1(INFINITY), vec_zero(), per_sum); /* NaN was seen */
+    vec_store(scale, vec_less(vec_abs(l), vec_set1(FLT_MIN), of_none, per_sum));
+    if (wants_lse)
+        vec_store(lse, vec_fma(m, vec_set1(j->changes ? 1 : j->s_scale), vec_log(l)));
+}
+
+/* The same for one that saw keys and has a sink. */
+static void add_sink(const job *j, int64_t h, float m, float l, float *scale, float *lse)
 {
     const heed_tensor *t = &j->p->a.sink;
-    double top = (double)m * (j->changes ? 1 : j->s_scale), sum = l;
-    if (t->data) {
-        double sink = ((const float *)t->data)[q.h * t->stride[1]], max = sink > top ? sink : top;
-        sum = sum * exp(top - max) + exp(sink - max);
-        *scale = (float)(exp(top - max) / sum);
-        top = max;
-    }
-    return (float)(top + logf((float)sum));
+    double sink = ((const float *)t->data)[h * t->stride[1]];
+    double top = (double)m * (j->changes ? 1 : j->s_scale), max = sink > top ? sink : top;
+    double sum = l * exp(top - max) + exp(sink - max);
+    *scale = (float)(exp(top - max) / sum);
+    *lse = (float)(max + log(sum));
 }
 
 /* Where o and lse of a sequence are, head 0 and row 0: local to who writes them, lest each store make it all be read again. */
@@ -334,7 +341,7 @@ typedef struct ends {
     char *o;
     float *lse; /* NULL: not wanted */
     int64_t o_head, o_row, o_column, lse_head, lse_row, columns;
-    int extra; /* lse or a sink */
+    int has_sink;
 } ends;
 
 INLINE ends ends_of(heed_dtype type, const forward_block *b)
@@ -346,29 +353,37 @@ INLINE ends ends_of(heed_dtype type, const forward_block *b)
     if (lse->data)
         e.lse = (float *)lse->data + batch * lse->stride[0] + row * lse->stride[2];
     e.lse_head = lse->stride[1], e.lse_row = lse->stride[2];
-    e.extra = e.lse || b->j->p->a.sink.data;
+    e.has_sink = b->j->p->a.sink.data != NULL;
     return e;
 }
 
-/* Normalises a row, adds the sink, writes o, which is of that type, and lse. */
-INLINE void finish_row_as(heed_dtype type, const job *j, const ends e, query q, float *O, float m, float l)
+/* Row q and those that follow it, at most W and of one head, whose O, m and l these are: normalises them, writes o, which is of
+ * that type, and lse. */
+INLINE void finish_rows_as(heed_dtype type, const job *j, const ends e, query q, int64_t rows, float *O, int64_t ldo,
+                           vec m, vec l)
 {
-    float scale = 0, lse = -INFINITY;
-    if (l != 0 || m != m) {
-        scale = 1 / l;
-        if (e.extra)
-            lse = lse_of(j, q, m, l, &scale);
+    float scale[W], lse[W], tops[W], sums[W];
+    char *o = e.o + q.h * e.o_head + q.i * e.o_row;
+    float *to = e.lse ? e.lse + q.h * e.lse_head + q.i * e.lse_row : NULL;
+    end_rows(j, m, l, e.lse != NULL, scale, lse);
+    if (e.has_sink) {
+        vec_store(tops, m), vec_store(sums, l);
+        for (int64_t r = 0; r < rows; r++)
+            if (scale[r] != 0)
+                add_sink(j, q.h, tops[r], sums[r], &scale[r], &lse[r]);
     }
-    if (scale == 0) /* nothing was seen, and O may never have been written */
-        memset(O, 0, (size_t)e.columns * sizeof *O);
-    store_row_as(type, e.o + q.h * e.o_head + q.i * e.o_row, e.o_column, O, e.columns, scale);
-    if (e.lse)
-        e.lse[q.h * e.lse_head + q.i * e.lse_row] = lse;
+    for (int64_t r = 0; r < rows; r++, O += ldo, o += e.o_row) {
+        if (scale[r] == 0) /* nothing was seen, and O may never have been written */
+            memset(O, 0, (size_t)e.columns * sizeof *O);
+        store_row_as(type, o, e.o_column, O, e.columns, scale[r]);
+        if (to)
+            *to = lse[r], to += e.lse_row;
+    }
 }
 
 INLINE void finish_one_as(heed_dtype type, const forward_block *b, float *O, float m, float l)
 {
-    finish_row_as(type, b->j, ends_of(type, b), b->row[0], O, m, l);
+    finish_rows_as(type, b->j, ends_of(type, b), b->row[0], 1, O, 0, vec_set1(m), vec_set1(l));
 }
 
 /* Row 0 of the block, whose O, m and l these are. */
@@ -381,9 +396,10 @@ INLINE void finish_block_as(heed_dtype type, const forward_block *b)
 {
     const ends e = ends_of(type, b);
     const int64_t rows = b->rows, ldo = b->f->ldo;
-    float *O = b->O;
-    for (int64_t r = 0; r < rows; r++, O += ldo)
-        finish_row_as(type, b->j, e, b->row[r], O, b->m[r], b->l[r]);
+    for (int64_t r = 0, count; r < rows; r += count) {
+        count = HEED_MIN(HEED_MIN(W, rows - r), b->span->rows - b->row[r].i);
+        finish_rows_as(type, b->j, e, b->row[r], count, b->O + r * ldo, ldo, vec_load(b->m + r), vec_load(b->l + r));
+    }
 }
 
 static void finish_block(const forward_block *b) { FOR_TYPE(b->j->p->a.o.dtype, finish_block_as, b); }
@@ -467,8 +483,8 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
         if (b->row[r].first < b->row[r].last)
             first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
     }
-    for (int64_t r = 0; r < b->rows;
-         r += W) /* whole vectors, as they are read: loads wait for what was stored in parts */
+    /* Whole vectors, as they are read: loads wait for what was stored in parts. One more, as they may begin with any row. */
+    for (int64_t r = 0; r < b->rows + W; r += W)
         vec_store(b->m + r, vec_set1(-INFINITY)), vec_store(b->l + r, vec_zero());
     b->tiles = b->is_direct ? 1 : tile_count(b->rows, tile_height(b->j, last - first));
     if (!(query_rows(b) <= SPLIT_MOST))

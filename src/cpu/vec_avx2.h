@@ -30,6 +30,13 @@ static inline vec vec_scale2(vec x, vec n) /* the power is 0 where n was below -
 {
     return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }
+static inline vec vec_mantissa(vec x, vec *n)
+{
+    __m256i power = _mm256_sub_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x3F2AAAAB));
+    power = _mm256_and_si256(power, _mm256_set1_epi32(~0x7FFFFF));
+    *n = _mm256_cvtepi32_ps(_mm256_srai_epi32(power, 23));
+    return _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_castps_si256(x), power));
+}
 static inline vec vec_less(vec a, vec b, vec x, vec y)
 {
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));

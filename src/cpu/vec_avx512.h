@@ -23,6 +23,13 @@ static inline vec vec_split(vec x, vec *fraction)
     return x;                                                                   /* scalef takes the floor itself */
 }
 static inline vec vec_scale2(vec x, vec n) { return _mm512_scalef_ps(x, n); }
+static inline vec vec_mantissa(vec x, vec *n)
+{
+    __m512i power = _mm512_sub_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x3F2AAAAB));
+    power = _mm512_and_si512(power, _mm512_set1_epi32(~0x7FFFFF));
+    *n = _mm512_cvtepi32_ps(_mm512_srai_epi32(power, 23));
+    return _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_castps_si512(x), power));
+}
 static inline vec vec_less(vec a, vec b, vec x, vec y)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);

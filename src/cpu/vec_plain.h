@@ -65,6 +65,13 @@ static inline vec vec_scale2(vec x, vec n)
         e[i] = n[i] == n[i] ? (int32_t)n[i] : 0;
     return x * (vec)((e + 127) << 23);
 }
+/* x = 2^*n m, 2/3 <= m < 4/3, of normal numbers above 0; 0 is taken for 2^-127. */
+static inline vec vec_mantissa(vec x, vec *n)
+{
+    vec_int power = ((vec_int)x - 0x3F2AAAAB) & ~0x7FFFFF; /* 2/3 */
+    *n = __builtin_convertvector(power >> 23, vec);
+    return (vec)((vec_int)x - power);
+}
 /* The sum of the lanes. */
 static inline float vec_sum(vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 /* The sums of four vectors. */

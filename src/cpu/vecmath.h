@@ -27,6 +27,23 @@ INLINE vec vec_exp2_short(vec x)
     return vec_scale2(y, n);
 }
 
+/* The natural logarithm of a normal number above 0, to about a unit in its last place; NaN stays, and 0 has some finite one.
+ * x = 2^n (1 + t), |t| <= 1/3, and log(1 + t) = t - t^2 / 2 + t^3 P(t). */
+INLINE vec vec_log(vec x)
+{
+    vec n, t = vec_sub(vec_mantissa(x, &n), vec_set1(1.0f)), y = vec_set1(-0x1.080586p-3f);
+    y = vec_fma(y, t, vec_set1(0x1.1e66bep-3f));
+    y = vec_fma(y, t, vec_set1(-0x1.f31140p-4f));
+    y = vec_fma(y, t, vec_set1(0x1.1ed716p-3f));
+    y = vec_fma(y, t, vec_set1(-0x1.559dccp-3f));
+    y = vec_fma(y, t, vec_set1(0x1.99d028p-3f));
+    y = vec_fma(y, t, vec_set1(-0x1.fffef0p-3f));
+    y = vec_fma(y, t, vec_set1(0x1.555506p-2f));
+    y = vec_fma(y, t, vec_set1(-0.5f));
+    y = vec_fma(n, vec_set1(0x1.62e430p-1f), vec_fma(vec_mul(t, t), y, t));
+    return vec_fma(x, vec_zero(), y); /* a NaN has a mantissa like any other */
+}
+
 /* tanh with a relative error of some 1e-7: x + x^3 P(x^2) near 0, elsewhere through exp. */
 INLINE vec vec_tanh(vec x)
 {
