@@ -1,6 +1,6 @@
 /* The mathematics of the forward. The rows of all query heads that share a key head are one long list, cut into blocks of
  * BR; a block walks over its keys, BC at a time, and a block of keys stays in the cache while tile after tile of rows
- * (at most MR of them) goes through
+ * (at most MR of them, or TALL) goes through
  *
  *     S = Q K^T              K packed into panels (pack.h), by the first block of rows that comes to them
  *     P = 2^(c (S - m'))     m' the row's maximum so far, c = s_scale log2(e)
@@ -79,7 +79,7 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.reach = used, used += f.reach_stride * (size_t)copies;
 
     f.q = take(&inside, f.block * f.ldq);
-    f.s = f.p = take(&inside, HEED_MAX(MR, DIRECT_ROWS) * LDS);
+    f.s = f.p = take(&inside, HEED_MAX(TALL, DIRECT_ROWS) * LDS);
     if (HEED_SPLIT)
         take(&inside, MR * LDS), f.p = take(&inside, MR * LDW); /* S of two tiles */
     f.o = take(&inside, f.block * f.ldo);
@@ -137,7 +137,7 @@ typedef struct forward_tile {
     int64_t t, r0, rows, n0;
     int64_t first, last, all_first, all_last; /* keys that some row sees, that all see */
     int64_t from, to;                         /* columns that are computed */
-    float *S, keep[MR + W];
+    float *S, keep[TALL + W];
 #if HEED_SPLIT
     weighing weights;
 #endif
@@ -242,8 +242,11 @@ static void tile_scores(forward_block *b, forward_tile *x, float *S, meanwhile *
     if (b->is_direct)
         direct_scores(&b->direct, S, n0, x->first - n0, x->last - n0);
     else
-        multiply_scores(S + from, left_from(b->Q, r0, 0), right_from(b->K, 0, n0 + from), rows, (to - from) / W,
-                        (j->p->D + PER_UNIT - 1) / PER_UNIT, work);
+        for (int64_t t = 0, count = tile_count(rows, MR); t < count; t++) {
+            int64_t r = tile_begin(rows, count, t), R = tile_begin(rows, count, t + 1) - r;
+            multiply_scores(S + r * LDS + from, left_from(b->Q, r0 + r, 0), right_from(b->K, 0, n0 + from), R,
+                            (to - from) / W, (j->p->D + PER_UNIT - 1) / PER_UNIT, work);
+        }
     int whole = x->all_first <= n0 + from && x->all_last >= n0 + to; /* every row sees every column */
     if (j->changes || !whole)
         for (int64_t r = 0; r < rows; r++)
@@ -486,7 +489,7 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
     /* Whole vectors, as they are read: loads wait for what was stored in parts. One more, as they may begin with any row. */
     for (int64_t r = 0; r < b->rows + W; r += W)
         vec_store(b->m + r, vec_set1(-INFINITY)), vec_store(b->l + r, vec_zero());
-    b->tiles = b->is_direct ? 1 : tile_count(b->rows, tile_height(b->j, last - first));
+    b->tiles = b->is_direct ? 1 : tile_count(b->rows, forward_height(b->j, last - first));
     if (!(query_rows(b) <= SPLIT_MOST))
         leave_head(b->j, b->span->b * p->Hk + b->hk);
 #if MAY_BE_NEAR

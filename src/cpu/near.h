@@ -117,7 +117,7 @@ static float reach_of(forward_block *b, int64_t first, int64_t last)
 
 /* Which rows of a tile are near these keys, and were near all others before. No key that a row does not see decides about it,
  * nor does another row. */
-static void find_near_rows(forward_block *b, const forward_tile *x, char near[MR])
+static void find_near_rows(forward_block *b, const forward_tile *x, char near[TALL])
 {
     const float c = b->j->s_scale * LOG2E;
     char count = 0;
@@ -137,7 +137,7 @@ static void near_softmax(forward_block *b, forward_tile *x)
 {
     const float c = b->j->s_scale * LOG2E;
     float *m = b->m + x->r0;
-    char near[MR], *far = b->far_rows + x->t;
+    char near[TALL], *far = b->far_rows + x->t;
     if (b->none_near && x->all_first <= x->n0 && x->all_last > x->n0)
         *far = (char)x->rows;
     else if (*far < x->rows && !(*far == 0 && b->all_near))

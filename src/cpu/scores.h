@@ -87,6 +87,12 @@ static void job_start(job *j, const heed_problem *p, const heed_plan *plan, cons
 /* The height of tiles where rows see up to so many keys. */
 static inline int64_t tile_height(const job *j, int64_t keys) { return j->partial && keys <= BC ? FLAT : MR; }
 
+/* Likewise in the forward. */
+static inline int64_t forward_height(const job *j, int64_t keys)
+{
+    return !j->partial && keys <= FEW ? TALL : tile_height(j, keys);
+}
+
 static inline void query_at(const heed_problem *p, const heed_span *s, int64_t h, int64_t i, query *q)
 {
     q->h = h, q->i = i, q->first = 0, q->last = s->keys;

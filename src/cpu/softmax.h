@@ -52,7 +52,7 @@ INLINE void store_weights(float *P, float *S, int64_t r, int64_t i, vec x, vec y
 INLINE void raise_tile(const float *S, float *m, float *keep, float *base, int64_t rows, int64_t from, int64_t to,
                        float c, const char *near)
 {
-    float top[MR + W] = { 0 };
+    float top[TALL + W] = { 0 };
     int64_t r = 0;
     for (; r < rows; r += 4) {
         const float *s = S + r * LDS;
@@ -118,7 +118,7 @@ INLINE void weigh_tile(float *P, float *S, float *l, const float *keep, const fl
                        const char *near, int64_t rows, int64_t from, int64_t to, float c, const int as_units,
                        ahead *next)
 {
-    vec sum[MR + W];
+    vec sum[TALL + W];
     for (int64_t r = 0; r < rows; r++) {
         vec of_row[2] = { vec_zero(), vec_zero() };
         row_base b = all_near ? base_of(0, 1) : base_of(base[r], near && near[r]);
@@ -137,7 +137,7 @@ INLINE void weigh_tile(float *P, float *S, float *l, const float *keep, const fl
 INLINE void softmax_tile(float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to,
                          float c, const int as_units, const char *near, ahead *next)
 {
-    float base[MR + W];
+    float base[TALL + W];
     raise_tile(S, m, keep, base, rows, from, to, c, near);
     weigh_tile(P, S, l, keep, base, 0, near, rows, from, to, c, as_units, next);
 }

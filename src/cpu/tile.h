@@ -83,8 +83,11 @@ static const float keep_all[16] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
 
 /* Rows are dealt to tiles evenly, in whole units: 64 rows are 13+13+13+13+12 and not 14+14+14+14+8. A flat tile of half
  * the height is nearly as fast, and where rows see different keys it computes fewer pairs that nobody sees. HEED_SPLIT has
- * whole tiles and what is left over, as rows are paired inside a tile. */
+ * whole tiles and what is left over, as rows are paired inside a tile. Where all rows see the same FEW keys, a softmax is
+ * mostly waiting for its own results: a tile of the forward is two of the registers' there. */
 #define FLAT (MR > 6 && !HEED_SPLIT ? MR / 2 : MR)
+#define TALL (HEED_AMX ? MR : 2 * MR)
+#define FEW (8 * W)
 static inline int64_t tile_count(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
 static inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index)
 {
