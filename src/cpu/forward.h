@@ -142,7 +142,8 @@ static void forward_head(void *context, int64_t index, int thread)
         look_ahead(&b, x, index, unit);
         forward_unit(x, &b, unit);
     }
-    merge_chunks(x, &b);
+    if (x->f.splits > 1)
+        merge_chunks(x, &b);
 }
 
 /* Few heads, several threads: first all packing ... */

@@ -40,7 +40,7 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
 {
     forward_layout f = { .rows = p->G * p->Sq, .keys = p->Sk, .splits = 1 };
     int64_t heads = p->B * p->Hk;
-    if (p->a.align != HEED_ALIGN_POSITION)
+    if (p->a.align != HEED_ALIGN_POSITION && p->a.key_stride > 1)
         f.keys = p->Sk / p->a.key_stride + (p->Sk % p->a.key_stride != 0);
     if (p->Sq <= SPLIT_ROWS || p->a.lengths_q || p->a.offsets_q)
         f.splits = HEED_MAX(1, (f.keys + CHUNK - 1) / CHUNK);
@@ -49,12 +49,12 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.asks_again = panels_size(f.keys, p->D) + panels_size(f.keys, p->Dv) > CACHED_FLOATS;
     /* The higher a block, the fewer times all keys are read; but threads want eight blocks each, or four of four tiles. */
     int64_t most = f.keys > 4 * BC && (f.by_head || heads * f.rows >= 8 * BR * plan->threads) ? BR : BR / 2 / MR * MR;
-    f.row_blocks = HEED_MAX(1, (f.rows + most - 1) / most);
+    f.row_blocks = f.rows <= most ? 1 : (f.rows + most - 1) / most;
     if (!f.by_head && heads)
         f.row_blocks = HEED_MAX(f.row_blocks, HEED_MIN((4 * plan->threads + heads - 1) / heads, f.rows / (4 * MR)));
-    f.block = (f.rows + f.row_blocks - 1) / f.row_blocks;
+    f.block = f.rows;
     if (f.row_blocks > 1)
-        f.block = round_up(f.block, MR); /* whole tiles, but for the last block */
+        f.block = round_up((f.rows + f.row_blocks - 1) / f.row_blocks, MR); /* whole tiles, but for the last block */
     f.all_direct = !HEED_SPLIT && p->Sq <= DIRECT_OF_HEAD;
     f.v_in_place = PER_UNIT == 1 && usable_in_place(p, &p->a.v, p->Dv, p->a.key_stride, f.rows);
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o };
@@ -177,8 +177,10 @@ static void pack_keys(forward_block *b, int64_t first, int64_t last)
 {
     if (b->packed_first == b->packed_last)
         b->packed_first = b->packed_last = first;
-    pack_more(b, first, b->packed_first);
-    pack_more(b, b->packed_last, last);
+    if (first < b->packed_first)
+        pack_more(b, first, b->packed_first);
+    if (last > b->packed_last)
+        pack_more(b, b->packed_last, last);
     b->packed_first = HEED_MIN(b->packed_first, first), b->packed_last = HEED_MAX(b->packed_last, last);
 }
 
@@ -472,20 +474,49 @@ static void ask_for_keys(ahead *a, const job *j, const heed_span *s, int64_t hk,
     ask_for(a, keys_of(p, s, &p->a.v, hk, p->Dv), first, last);
 }
 
+/* What is asked for while keys [n, n + BC) of those before `end` are met. */
+static void ask_during(forward_block *b, int64_t n, int64_t end)
+{
+    b->next.count = 0;
+    if (b->is_direct)
+        return;
+    if (n + BC >= end) {
+        if (b->after.count) /* a long struct, mostly empty */
+            b->next = b->after;
+    } else if (n + BC < b->packed_last)
+        ask_for_packed(&b->next, b, n + BC);
+    else if (b->f->asks)
+        ask_for_keys(&b->next, b->j, b->span, b->hk, n + BC);
+}
+
+/* The block's rows, from row r0 of the key head on; *first and *last widen to the keys that some of them see. */
+static void find_rows(forward_block *b, int64_t r0, int64_t *first, int64_t *last)
+{
+    const heed_problem *p = b->j->p;
+    const int64_t rows = b->rows, length = b->span->rows, keys = b->span->keys;
+    const int bounded = p->left != HEED_UNBOUNDED || p->right != HEED_UNBOUNDED;
+    int64_t h = b->hk * p->G + (r0 ? r0 / length : 0), i = r0 ? r0 % length : 0;
+    for (int64_t r = 0; r < rows; r++, i++) {
+        if (i == length)
+            i = 0, h++;
+        b->row[r] = (query){ h, i, 0, keys };
+        if (bounded) {
+            heed_band(p, b->span, i, &b->row[r].first, &b->row[r].last);
+            if (b->row[r].first < b->row[r].last)
+                *first = HEED_MIN(*first, b->row[r].first), *last = HEED_MAX(*last, b->row[r].last);
+        }
+    }
+    if (!bounded && rows && keys)
+        *first = 0, *last = HEED_MAX(*last, keys);
+}
+
 /* Rows [r0, r1) of key head hk against keys [n0, n1). The result stays in the block. */
 static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t n0, int64_t n1)
 {
     const heed_problem *p = b->j->p;
     int64_t first = n1, last = n0;
     b->rows = r1 - r0;
-    int64_t h = b->hk * p->G + (r0 ? r0 / b->span->rows : 0), i = r0 ? r0 % b->span->rows : 0;
-    for (int64_t r = 0; r < b->rows; r++, i++) {
-        if (i == b->span->rows)
-            i = 0, h++;
-        query_at(p, b->span, h, i, &b->row[r]);
-        if (b->row[r].first < b->row[r].last)
-            first = HEED_MIN(first, b->row[r].first), last = HEED_MAX(last, b->row[r].last);
-    }
+    find_rows(b, r0, &first, &last);
     /* Whole vectors, as they are read: loads wait for what was stored in parts. One more, as they may begin with any row. */
     for (int64_t r = 0; r < b->rows + W; r += W)
         vec_store(b->m + r, vec_set1(-INFINITY)), vec_store(b->l + r, vec_zero());
@@ -504,13 +535,7 @@ static void forward_block_run(forward_block *b, int64_t r0, int64_t r1, int64_t 
             pack_keys(b, HEED_MAX(n, n0), HEED_MIN(n + BC, n1));
         if (HEED_SPLIT && b->wild[n / BC] && are_seen(b, n, HEED_MIN(n + BC, n1)))
             leave_head(b->j, b->span->b * p->Hk + b->hk);
-        b->next.count = 0;
-        if (n + BC >= end && !b->is_direct)
-            b->next = b->after;
-        else if (!b->is_direct && n + BC < b->packed_last)
-            ask_for_packed(&b->next, b, n + BC);
-        else if (!b->is_direct && b->f->asks)
-            ask_for_keys(&b->next, b->j, b->span, b->hk, n + BC);
+        ask_during(b, n, end);
         int64_t begins = HEED_MAX(n, n0), ends = HEED_MIN(n + BC, n1),
                 units = (ends - begins + PER_UNIT - 1) / PER_UNIT;
 #if MAY_BE_NEAR

@@ -180,18 +180,18 @@ static void pack_panels(float *to, const source *x, int64_t first, int64_t last,
         float *panel = to + n / PANEL * PANEL * units + n % PANEL;
         const char *from[W];
         heed_dtype type = PER_UNIT == 1 ? x->t->dtype : HEED_F32; /* a pair of bf16 travels as a float */
-        for (int64_t r = 0; r < W; r++) {
-            if (direct && n + W <= last) {
+        if (direct && n + W <= last)
+            for (int64_t r = 0; r < W; r++)
                 from[r] = source_row(x, n + r);
-                continue;
+        else
+            for (int64_t r = 0; r < W; r++) {
+                if (n + r < last)
+                    unit_row(rows[r], x, n + r);
+                else
+                    memset(rows[r], 0, (size_t)units * sizeof(float));
+                from[r] = (const char *)rows[r];
+                type = HEED_F32;
             }
-            if (n + r < last)
-                unit_row(rows[r], x, n + r);
-            else
-                memset(rows[r], 0, (size_t)units * sizeof(float));
-            from[r] = (const char *)rows[r];
-            type = HEED_F32;
-        }
         vec square[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
         for (int64_t u = 0; u < units; u += W) {
             vec t[W];

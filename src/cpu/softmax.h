@@ -38,13 +38,16 @@ INLINE vec largest(const float *s, int64_t from, int64_t to)
     return vec_max(x, y);
 }
 
-/* Two vectors of weights, columns i and i + W of row r: units to P, or floats to S. */
-INLINE void store_weights(float *P, float *S, int64_t r, int64_t i, vec x, vec y, const int as_units)
+/* Two vectors of weights, columns i and i + W of row r: units to P, or floats to S, where a second beyond `to` is nobody's. */
+INLINE void store_weights(float *P, float *S, int64_t r, int64_t i, int64_t to, vec x, vec y, const int as_units)
 {
-    if (as_units)
+    if (as_units) {
         store_units_of(P + r * LDW, i, x, y);
-    else
-        vec_store(S + r * LDS + i, x), vec_store(S + r * LDS + i + W, y);
+        return;
+    }
+    vec_store(S + r * LDS + i, x);
+    if (i + W < to)
+        vec_store(S + r * LDS + i + W, y);
 }
 
 /* The largest of columns [from, to) of each row of a tile raise m; l and O are to be scaled by keep. Which rows are near the
@@ -109,7 +112,7 @@ INLINE void weigh_pair(float *P, float *S, int64_t r, int64_t i, int64_t to, row
         sum[1] = vec_add(sum[1], y);
     }
     sum[0] = vec_add(sum[0], x);
-    store_weights(P, S, r, i, x, y, as_units);
+    store_weights(P, S, r, i, to, x, y, as_units);
 }
 
 /* Weights of a tile, columns [from, to) of S, multiples of 2 W and W: as units to P, which is S or another place, or as floats

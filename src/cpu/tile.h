@@ -93,6 +93,8 @@ static inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index)
 {
     if (HEED_SPLIT)
         return HEED_MIN(rows, index * MR);
+    if (index == 0 || index == count) /* of few rows most: saves the division */
+        return index ? rows : 0;
     return HEED_MIN(rows, (rows + PER_UNIT - 1) / PER_UNIT * index / count * PER_UNIT);
 }
 
