@@ -13,7 +13,8 @@
 A ratio is PyTorch's time over heed's. PyTorch is the fastest backend of scaled_dot_product_attention that takes the problem;
 `plain` is matmul, softmax, matmul, and `naive` the same over all keys with those off the stride masked. In `replay`, `modes`,
 `grid` and `decode` a time is that of one call among twenty in a graph, or fewer long ones. In `user` it is that of one call
-among many in a row, without waiting for any but the last: what a loop costs. In `user` and `strided` those who are timed take turns. Errors are relative to
+among many in a row, without waiting for any but the last: what a loop costs. In `user` and `strided` those who are timed take
+turns. Errors are relative to
 the RMS of the exact result; PyTorch's are those of the backend that it takes by itself.
 """
 import argparse
