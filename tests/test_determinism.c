@@ -179,12 +179,13 @@ TEST(a_batch_is_its_members)
     }
 }
 
-/* A query head by itself has the bits that it has among those that share its keys. */
-static void expect_head(const heed_kernel_info *kernel, int64_t rows, int64_t keys)
+/* A query head by itself has the bits that it has among those that share its keys. left: of a window; 0: none. */
+static void expect_head(const heed_kernel_info *kernel, int64_t rows, int64_t keys, int64_t left)
 {
     test_case c = case_new(kernel, (case_shape){ .Hq = 10, .Hk = 2, .Sq = rows, .Sk = keys, .D = 40 });
     heed_tensor *parts[] = { &c.a.q, &c.a.o, &c.a.lse, &c.g.d_o, &c.g.d_q, &c.a.k, &c.a.v, &c.g.d_k, &c.g.d_v };
     c.a.causal = 1;
+    c.a.windowed = left != 0, c.a.window_left = left;
     run(&c);
     test_case one = c;
     heed_tensor whole[OUTPUTS];
@@ -208,10 +209,11 @@ TEST(a_group_is_its_heads)
     for_each_kernel(EITHER_PASS, kernel) {
         if (!keeps_order(&kernel))
             continue;
-        expect_head(&kernel, 1, 2100);
-        expect_head(&kernel, 3, 50);
-        expect_head(&kernel, 14, 1100);
-        expect_head(&kernel, 75, 130);
+        expect_head(&kernel, 1, 2100, 0);
+        expect_head(&kernel, 3, 50, 0);
+        expect_head(&kernel, 14, 1100, 0);
+        expect_head(&kernel, 75, 130, 0);
+        expect_head(&kernel, 6, 1300, 601); /* of which rows of a group begin with different keys */
     }
 }
 

@@ -142,7 +142,9 @@ __global__ void __launch_bounds__(THREADS, 2)
             some[j] = row ? load_piece(row, piece * 4, a.Dv) : make_float4(0, 0, 0, 0);
         }
     };
-    ask(first + set);
+    /* Which keys are summed together does not depend on what other rows see. */
+    const int begin = first / (8 * sets) * (8 * sets) + set;
+    ask(begin);
 #pragma unroll 1
     for (int r = 0; r < ROWS; r++) {
         const bool exists = r < rows && m.row[r].high > 0;
@@ -244,7 +246,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                 O[r][e] += sum[r][e], sum[r][e] = 0.0f;
     };
     int met = 0;
-    for (int from = first + set; from < last; ask(from)) {
+    for (int from = begin; from < last; ask(from)) {
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
             float p[ROWS];
