@@ -26,11 +26,11 @@ __device__ static float4 load_piece(const float *row, int c, int width)
 
 template <int ROWS> __device__ static void load_row(float (&x)[ROWS], const float *from)
 {
-    if (ROWS == 1)
+    if constexpr (ROWS == 1)
         x[0] = *from;
     else
 #pragma unroll
-        for (int r = 0; r < ROWS / 4 * 4; r += 4)
+        for (int r = 0; r < ROWS; r += 4)
             *(float4 *)(x + r) = *(const float4 *)(from + r);
 }
 

@@ -22,19 +22,6 @@ template <int D, class Tiles> struct shared_forward {
     __align__(16) char tiles[16]; /* of mask and bias: as many bytes as they need */
 };
 
-/* The four lanes of a row are neighbours. */
-__device__ static float row_max(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ static float row_sum(float x)
-{
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 /* The running maximum m of a row follows its scores only where they pass it by more than LAG, as a power of two: P
  * is then at most 2^LAG, and most tiles need neither the maximum of the four lanes nor a new scale of O. */
 constexpr float LAG = 8.0f;
@@ -60,7 +47,7 @@ __device__ static void follow_maximum(float (&S)[MT][NT][4], float (&m)[MT * 2],
 #pragma unroll
     for (int r = 0; r < MT * 2; r++) {
         const int half = r % 2 * 2;
-        const float most = row_max(own_max(S, r)), next = (most - m[r]) * c > LAG ? most : m[r];
+        const float most = quad_max(own_max(S, r)), next = (most - m[r]) * c > LAG ? most : m[r];
         const float base = next == -CUDART_INF_F ? 0.0f : next, rescale = exp2_fast((m[r] - base) * c);
         m[r] = next;
         l[r] *= rescale;
@@ -288,7 +275,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
     float own_sum = 0.0f, own_most = 0.0f; /* of row number lane % 4 of the lane's: each lane finds the lse of one */
 #pragma unroll
     for (int r = 0; r < MT * 2; r++) {
-        float sum = row_sum(l[r]), own = m[r] * unit, most = fmaxf(own, sink), rescale = 0.0f;
+        float sum = quad_sum(l[r]), own = m[r] * unit, most = fmaxf(own, sink), rescale = 0.0f;
         if (sum != 0.0f) { /* else the row saw no key */
             rescale = exp2_fast((own - most) * LOG2E);
             sum = sum * rescale + exp2_fast((sink - most) * LOG2E);

@@ -53,18 +53,6 @@ __device__ static void softmax_step(float (&S)[N][4], float (&m)[2], float (&l)[
     }
 }
 
-template <class Tile> __device__ static void drop(Tile &t, const args &a, const span &s, const head &x)
-{
-    const uint64_t seed = seed_of(a);
-#pragma unroll
-    for (int r = 0; r < Tile::R; r++) {
-        const uint32_t kept = draw(t, r, a, s, x, seed);
-#pragma unroll
-        for (int c = 0; c < Tile::C; c++)
-            t.at(r, c) = kept >> c & 1 ? t.at(r, c) * a.keep_scale : 0.0f;
-    }
-}
-
 /* A row is 128 U bytes. GENERAL: what the scores need beyond scale and band. keys: see sequence(). A block is teams,
  * threadIdx.z, of two warps, threadIdx.y, or of FOUR. */
 template <class T, int U, bool GENERAL, bool FOUR>
@@ -147,7 +135,7 @@ __global__ void __launch_bounds__(64 * most_teams<T, GENERAL>) forward_small(con
         }
         if (busy) {
             if (GENERAL && a.drop_below)
-                drop(tile, a, s, x);
+                drop_and_scale(tile, a.keep_scale, a, s, x);
             const left_operand<T, N> P(S);
             wait_for_copies<1>();
 #pragma unroll

@@ -44,19 +44,6 @@ template <int MT, int NT> struct exact_tile : query_major<MT, NT> {
     static constexpr bool EXACT = true;
 };
 
-/* The four lanes of a row are neighbours. */
-__device__ static float row_max(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ static float row_sum(float x)
-{
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 /* P = 2^14 exp(c S - m'), l = l a + sum P, with m' = max(m, c S) and a = exp(m - m'), which is what O is to be
  * multiplied by. c2 = c log2(e). */
 template <int MT, int NT>
@@ -71,7 +58,7 @@ __device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], f
 #pragma unroll
         for (int n = 0; n < NT; n++)
             top = fmaxf(top, fmaxf(rows[n][half], rows[n][half + 1]));
-        top = row_max(top);
+        top = quad_max(top);
         const float own = top * c, most = fmaxf(m[r], own), base = most == -CUDART_INF_F ? 0.0f : most;
         const float offset = offset_of(base);
         float sum = 0.0f;
@@ -98,18 +85,6 @@ __device__ static void softmax_step(float (&S)[MT][NT][4], float (&m)[MT * 2], f
         }
         m[r] = most;
         l[r] = l[r] * a[r] + sum;
-    }
-}
-
-template <class Tile> __device__ static void drop(Tile &t, const args &a, const span &s, const head &x)
-{
-    const uint64_t seed = seed_of(a);
-#pragma unroll
-    for (int r = 0; r < Tile::R; r++) {
-        const uint32_t kept = draw(t, r, a, s, x, seed);
-#pragma unroll
-        for (int c = 0; c < Tile::C; c++)
-            t.at(r, c) = kept >> c & 1 ? t.at(r, c) : 0.0f;
     }
 }
 
@@ -273,7 +248,7 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
         softmax_step(S, m, l, before, c, c2);
         int up[MT * 2] = {};
         if (GENERAL && a.drop_below) { /* what is left of P may be small beside the largest */
-            drop(t, a, q, x);
+            drop_and_scale(t, 1.0f, a, q, x);
             raise_rows(S, up);
         }
         if (like::BY_TURNS)
@@ -294,7 +269,7 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
     for (int r = 0; r < MT * 2; r++) {
         const int i = s.i0 + row0 + r / 2 * 16 + r % 2 * 8 + lane / 4;
         float lse;
-        const float sum = finish_row(row_sum(l[r]), m[r], offset_of(m[r]), sink, lse), inverse = 1.0f / sum;
+        const float sum = finish_row(quad_sum(l[r]), m[r], offset_of(m[r]), sink, lse), inverse = 1.0f / sum;
         const float keep = GENERAL && a.drop_below ? a.keep_scale : 1.0f;
 #pragma unroll
         for (int n = 0; n < D / 8; n++)

@@ -320,4 +320,17 @@ __device__ inline uint32_t draw(const T &t, int r, const args &a, const span &s,
     return kept;
 }
 
+/* Drops P, and multiplies what is kept by `scale`. */
+template <class T> __device__ inline void drop_and_scale(T &t, float scale, const args &a, const span &s, const head &x)
+{
+    const uint64_t seed = seed_of(a);
+#pragma unroll
+    for (int r = 0; r < T::R; r++) {
+        const uint32_t kept = draw(t, r, a, s, x, seed);
+#pragma unroll
+        for (int c = 0; c < T::C; c++)
+            t.at(r, c) = kept >> c & 1 ? t.at(r, c) * scale : 0.0f;
+    }
+}
+
 #endif
