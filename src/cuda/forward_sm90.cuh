@@ -153,6 +153,13 @@ template <class T, class S> struct warpgroup {
         terms.drop(P);
     }
 
+    /* Q may be overwritten: nobody does where a block has one tile only. */
+    __device__ void release_q()
+    {
+        if (!S::FEW)
+            release(sh.q_empty[group]);
+    }
+
     /* P of the block that a tile begins with, or of the first keys of it: causal rows often see no more than half. */
     template <int N>
     __device__ void begin(uint32_t (&P)[KEYS / 16][4], row_state &x, const forward_work<S::ROWS> &w, int row, int seen,
@@ -169,7 +176,7 @@ template <class T, class S> struct warpgroup {
         wgmma_wait<0>();
         release(sh.k_empty[stage]);
         if (seen == 1)
-            release(sh.q_empty[group]);
+            release_q();
         weigh_terms(s, seen - 1, x, edge, visible, unset);
         pack(P, s);
     }
@@ -195,7 +202,7 @@ template <class T, class S> struct warpgroup {
             wgmma_wait<0>();
             release(sh.k_empty[stage]);
             if (j == 0)
-                release(sh.q_empty[group]);
+                release_q();
             if (weigh_terms(s, j, x, edge, visible, unset) && j != seen - 1)
                 rescale(O, x);
             pack(P, s);
@@ -230,7 +237,7 @@ template <class T, class S> struct warpgroup {
             wgmma_wait<1>();
             release(sh.k_empty[stage]);
             if (j == 0)
-                release(sh.q_empty[group]);
+                release_q();
             const bool grew = weigh_terms(s, j, x, edge, visible, unset);
             keep_order(__float_as_int(S::TENSOR_SUMS ? s[0] + s[KEYS / 2 - 1] : x.l[0] + x.l[1]));
             finish();
@@ -284,7 +291,7 @@ template <class T, class S> struct warpgroup {
             wgmma_wait<1>();
         }
         release(sh.k_empty[ahead.at()]);
-        release(sh.q_empty[group]);
+        release_q();
         const bool grew = weigh<S>(s, x, a, edge, visible, c, exact, unset);
         finish(seen > 1);
         if (grew && seen > 1)
@@ -304,7 +311,7 @@ template <class T, class S> struct warpgroup {
             const forward_work<S::ROWS> &w = sh.work[n % AHEAD];
             uint64_t &closed = sh.closed[n % AHEAD];
             if (w.rows == 0) {
-                release(sh.q_empty[group]), release(closed);
+                release_q(), release(closed);
                 if (exact)
                     return;
                 exact = true;
@@ -318,7 +325,7 @@ template <class T, class S> struct warpgroup {
             skip(w.blocks - seen);
             terms.begin(w, row0 + lane() / 4);
             if (seen == 0)
-                release(sh.q_empty[group]);
+                release_q();
             else if constexpr (S::EARLY)
                 attend_early(O, P, x, w, row0 + lane() / 4, seen);
             else if (S::OVERLAP)
