@@ -45,7 +45,8 @@ static heed_status run_queries(const args &a, const float2 *facts, bool early, c
     const bool near = near_bias<D>(SCORES, plan->device.arch);
     const size_t bytes = sizeof(shared) + shared::extras::bytes(a, SCORES, near);
     const auto kernel = dq_mma<T, D, SCORES, Chip>;
-    return early && Chip::STARTS_EARLY && plan->device.arch >= 90
+    const bool waits = Chip::STARTS_EARLY && SCORES < UNBIASED; /* the others' code is of before sm_90 on all chips */
+    return early && waits && plan->device.arch >= 90
                ? launch_next(kernel, order.blocks(), Tiles::THREADS, bytes, x, with_unit<SCORES>(a), facts, order)
                : launch(kernel, order.blocks(), Tiles::THREADS, bytes, x, with_unit<SCORES>(a), facts, order);
 }
@@ -78,36 +79,22 @@ template <int D, class Chip> static bool fits(const args &a, int scores, size_t 
                     sizeof(queries) + queries::extras::bytes(a, scores)) <= shared_bytes;
 }
 
-template <class T, int D, class Chip>
-static heed_status run_head(const args &a, float2 *facts, const heed_plan *plan, const heed_exec *x)
+/* The least that will do, and fits. */
+template <class Chip> static int fitting_scores_of(const args &a, const heed_device &device)
 {
-    int scores = scores_of<D, Chip>(a, plan->device.arch);
-    if (scores != PLAIN && !fits<D, Chip>(a, scores, plan->device.shared_bytes))
-        scores = GENERAL;
-    if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
-        if (scores == BEGUN)
-            return run_scores<T, D, BEGUN, Chip>(a, facts, plan, x);
-        if (scores == WITH_ALIBI)
-            return run_scores<T, D, WITH_ALIBI, Chip>(a, facts, plan, x);
-        if (scores == MASKED)
-            return run_scores<T, D, MASKED, Chip>(a, facts, plan, x);
-        if (scores == UNBIASED)
-            return run_scores<T, D, UNBIASED, Chip>(a, facts, plan, x);
-    }
-    return scores == PLAIN ? run_scores<T, D, PLAIN, Chip>(a, facts, plan, x)
-                           : run_scores<T, D, GENERAL, Chip>(a, facts, plan, x);
+    const int scores = scores_of<Chip>(a, device.arch), width = width_of(a);
+    return scores == PLAIN || (width == 64 && fits<64, Chip>(a, scores, device.shared_bytes)) ||
+                   (width == 128 && fits<128, Chip>(a, scores, device.shared_bytes))
+               ? scores
+               : GENERAL;
 }
 
-template <class T, class Chip>
-static heed_status run(const args &a, float2 *facts, const heed_plan *plan, const heed_exec *x)
+template <class T, class Chip, int... KINDS>
+static heed_status run(const args &a, int scores, float2 *facts, const heed_plan *plan, const heed_exec *x)
 {
-    const int width = HEED_MAX(a.D, a.Dv);
-    if (width <= 64)
-        return run_head<T, 64, Chip>(a, facts, plan, x);
-    if constexpr (Chip::HEAD_DIM > 128)
-        if (width > 128)
-            return run_head<T, 256, Chip>(a, facts, plan, x);
-    return run_head<T, 128, Chip>(a, facts, plan, x);
+    return run_kind<Chip, KINDS...>(a, scores, [&](auto width, auto kind) {
+        return run_scores<T, decltype(width)::value, decltype(kind)::value, Chip>(a, facts, plan, x);
+    });
 }
 
 /* How a launch begins: all that prologue does. At the workspace's start there is room for the facts of each row of q. */
@@ -119,6 +106,6 @@ struct backward_prologue : prologue {
     }
 };
 
-static size_t backward_workspace(const heed_problem *p) { return heed_cuda_facts_bytes(p) + heed_cuda_delta_bytes(p); }
+inline size_t backward_workspace(const heed_problem *p) { return heed_cuda_facts_bytes(p) + heed_cuda_delta_bytes(p); }
 
 #endif

@@ -144,8 +144,6 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
-    if (!SCORES_RUN_HERE(SCORES))
-        return;
     let_next_start();
     typedef typename Chip::template key_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dkv<D, Tiles> shared;

@@ -26,8 +26,6 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
            const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
-    if (!SCORES_RUN_HERE(SCORES))
-        return;
     typedef typename Chip::template query_tiles<D, SCORES == GENERAL> Tiles;
     typedef shared_dq<D, Tiles> shared;
     typedef typename shared::extras extras;

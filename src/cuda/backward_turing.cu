@@ -20,5 +20,8 @@ size_t heed_backward_workspace_turing(const heed_problem *p, const heed_plan *pl
 heed_status heed_backward_turing(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     backward_prologue call(p, x);
-    return call.status ? call.status : run<__half, turing>(call.a, call.facts, plan, x);
+    if (call.status)
+        return call.status;
+    return run<__half, turing, PLAIN, GENERAL>(call.a, fitting_scores_of<turing>(call.a, plan->device), call.facts,
+                                               plan, x);
 }

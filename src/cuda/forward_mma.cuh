@@ -106,8 +106,6 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
     forward_mma(const __grid_constant__ mma_args a, const __grid_constant__ tile_order order)
 {
 #if CHIP_RUNS_HERE
-    if (!SCORES_RUN_HERE(SCORES))
-        return;
     extern __shared__ __align__(1024) char memory[];
     typedef typename Chip::template tiles<D, SCORES> Tiles;
     typedef shared_forward<D, Tiles> shared;
@@ -309,31 +307,11 @@ template <class T, int D, int SCORES, class Chip> static heed_status run_tiles(c
                   sizeof(shared) + shared::extras::bytes(a, SCORES), x, with_unit<SCORES>(a), order);
 }
 
-template <class T, int D, class Chip> static heed_status run_head(const args &a, int arch, const heed_exec *x)
+template <class T, class Chip, int... KINDS> static heed_status run(const args &a, int scores, const heed_exec *x)
 {
-    const int scores = scores_of<D, Chip>(a, arch);
-    if constexpr (D <= Chip::UNBIASED_HEAD_DIM) {
-        if (scores == BEGUN)
-            return run_tiles<T, D, BEGUN, Chip>(a, x);
-        if (scores == WITH_ALIBI)
-            return run_tiles<T, D, WITH_ALIBI, Chip>(a, x);
-        if (scores == MASKED)
-            return run_tiles<T, D, MASKED, Chip>(a, x);
-        if (scores == UNBIASED)
-            return run_tiles<T, D, UNBIASED, Chip>(a, x);
-    }
-    return scores == PLAIN ? run_tiles<T, D, PLAIN, Chip>(a, x) : run_tiles<T, D, GENERAL, Chip>(a, x);
-}
-
-template <class T, class Chip> static heed_status run(const args &a, int arch, const heed_exec *x)
-{
-    const int width = HEED_MAX(a.D, a.Dv);
-    if (width <= 64)
-        return run_head<T, 64, Chip>(a, arch, x);
-    if constexpr (Chip::HEAD_DIM > 128)
-        if (width > 128)
-            return run_head<T, 256, Chip>(a, arch, x);
-    return run_head<T, 128, Chip>(a, arch, x);
+    return run_kind<Chip, KINDS...>(a, scores, [&](auto width, auto kind) {
+        return run_tiles<T, decltype(width)::value, decltype(kind)::value, Chip>(a, x);
+    });
 }
 
 #endif

@@ -20,5 +20,7 @@ size_t heed_forward_workspace_turing(const heed_problem *p, const heed_plan *pla
 heed_status heed_forward_turing(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     prologue call(p, x);
-    return call.status ? call.status : run<__half, turing>(call.a, plan->device.arch, x);
+    if (call.status)
+        return call.status;
+    return run<__half, turing, PLAIN, GENERAL>(call.a, scores_of<turing>(call.a, plan->device.arch), x);
 }

@@ -13,13 +13,8 @@ enum { PLAIN, BEGUN, WITH_ALIBI, MASKED, UNBIASED, GENERAL };
 
 __host__ __device__ constexpr bool begins(int scores) { return scores == BEGUN || scores == WITH_ALIBI; }
 
-/* Kernels for one term or a mask alone are compiled for the chips where they were measured: not from this arch on. */
+/* Kernels for one term or a mask alone are for the chips where they were measured: not from this arch on. */
 constexpr int UNMEASURED_ARCH = 100;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define SCORES_RUN_HERE(scores) (!begins(scores) && (scores) != MASKED)
-#else
-#define SCORES_RUN_HERE(scores) true
-#endif
 
 /* Those that have mask and bias in shared memory. */
 __host__ __device__ constexpr bool copies_scores(int scores) { return scores >= MASKED; }
@@ -48,11 +43,19 @@ inline bool one_term(const args &a)
                             a.scale > 1.0f / 1024 && a.scale <= 1);
 }
 
+/* The head size that the kernels for a problem are compiled for. */
+static inline int width_of(const args &a)
+{
+    const int width = HEED_MAX(a.D, a.Dv);
+    return width <= 64 ? 64 : width <= 128 ? 128 : 256;
+}
+
 /* The least that will do on a GPU of the given arch. A Chip says to which head size it has kernels between plain and
  * general ones, to which they drop, and whether they take a softcap. They divide by the scale, which must not make
  * ALiBi's slope infinite. */
-template <int D, class Chip> static int scores_of(const args &a, int arch)
+template <class Chip> static int scores_of(const args &a, int arch)
 {
+    const int D = width_of(a);
     if (!has_extras(a) && a.scale > 0)
         return PLAIN;
     if (D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH) {
@@ -65,6 +68,26 @@ template <int D, class Chip> static int scores_of(const args &a, int arch)
         (a.drop_below && D > Chip::DROPS_UNBIASED))
         return GENERAL;
     return UNBIASED;
+}
+
+template <int VALUE> struct constant {
+    static constexpr int value = VALUE;
+};
+
+/* run(head size, kind of scores), as constants: a source has kernels for some KINDS. */
+template <class Chip, int... KINDS, class Run> static heed_status run_kind(const args &a, int scores, Run run)
+{
+    heed_status status = HEED_OK;
+    const auto meet = [&](auto width, auto kind) {
+        constexpr int D = decltype(width)::value, KIND = decltype(kind)::value;
+        if constexpr (D <= (KIND == PLAIN || KIND == GENERAL ? Chip::HEAD_DIM : Chip::UNBIASED_HEAD_DIM))
+            if (D == width_of(a) && KIND == scores)
+                status = run(width, kind);
+    };
+    (meet(constant<64>(), constant<KINDS>()), ...);
+    (meet(constant<128>(), constant<KINDS>()), ...);
+    (meet(constant<256>(), constant<KINDS>()), ...);
+    return status;
 }
 
 /* What a kernel is given. S is in units of the scale, but with a bias that it begins with. For that scale = p f with a
@@ -279,10 +302,6 @@ __device__ inline float2 to_floats(uint32_t two, __nv_bfloat16)
 {
     return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
 }
-
-template <int VALUE> struct constant {
-    static constexpr int value = VALUE;
-};
 
 /* So many neighbouring bytes of memory as words. */
 struct in_global {
