@@ -388,7 +388,8 @@ static void poison_padding(test_case *c)
 test_case case_new(const heed_kernel_info *kernel, case_shape s)
 {
     test_case c = { .kernel = *kernel, .x = { .backend = kernel->backend } };
-    heed_dtype dtype = kernel->dtype, result = s.fp32_results && dtype != HEED_F64 ? HEED_F32 : dtype;
+    heed_dtype dtype = kernel->dtype, result = s.fp32_results && dtype != HEED_F64 ? HEED_F32 : dtype,
+               gradient = s.fp32_gradients && dtype != HEED_F64 ? HEED_F32 : result;
     int64_t B = size_of(s.B, 1), Hq = size_of(s.Hq, 1), Hk = size_of(s.Hk, Hq), Sq = size_of(s.Sq, 1);
     int64_t Sk = s.Sk ? size_of(s.Sk, 0) : Sq, D = s.D ? s.D : 1, Dv = s.Dv ? s.Dv : D;
     int64_t q_batch = B, k_batch = B, rows = Sq, keys = Sk;
@@ -415,9 +416,9 @@ test_case case_new(const heed_kernel_info *kernel, case_shape s)
     c.a.o = new_tensor(&c, result, q_batch, Hq, rows, Dv, l);
     c.a.lse = new_tensor(&c, HEED_F32, q_batch, Hq, rows, 1, NULL);
     c.g.d_o = new_tensor(&c, result, q_batch, Hq, rows, Dv, l);
-    c.g.d_q = new_tensor(&c, result, q_batch, Hq, rows, D, l);
-    c.g.d_k = new_tensor(&c, result, k_batch, Hk, keys, D, l);
-    c.g.d_v = new_tensor(&c, result, k_batch, Hk, keys, Dv, l);
+    c.g.d_q = new_tensor(&c, gradient, q_batch, Hq, rows, D, l);
+    c.g.d_k = new_tensor(&c, gradient, k_batch, Hk, keys, D, l);
+    c.g.d_v = new_tensor(&c, gradient, k_batch, Hk, keys, Dv, l);
     fill_normal(&c.a.q, 1);
     fill_normal(&c.a.k, 1);
     fill_normal(&c.a.v, 1);

@@ -72,7 +72,8 @@ typedef enum case_form { DENSE, PADDED, RAGGED, PAGED } case_form;
 
 typedef struct case_shape {
     int64_t B, Hq, Hk, Sq, Sk, D, Dv; /* 0: 1, 1, Hq, 1, Sq, 1, D */
-    int fp32_results;                 /* o, d_o and the gradients are fp32 whatever q is */
+    int fp32_results;                 /* o, d_o and the gradients are fp32 whatever q is, */
+    int fp32_gradients;               /* or the gradients alone, which is what kernels with tensor cores take */
     test_layout layout;               /* of q, k, v, o and their gradients */
     case_form form;
     const int32_t *rows_of, *keys_of; /* B lengths each; NULL: all Sq or Sk long, in RAGGED and PAGED too */

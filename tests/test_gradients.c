@@ -6,20 +6,22 @@ static const case_shape shape = { .B = 2, .Hq = 4, .Hk = 2, .Sq = 45, .Sk = 61, 
 
 TEST(every_gradient_matches_the_reference_with_everything_on)
 {
-    for_each_kernel(HEED_BACKWARD, kernel) {
-        test_case c = case_new(&kernel, (case_shape){ .Hq = 2, .Hk = 1, .Sq = 150, .Sk = 300, .D = 12 });
-        case_bias(&c, kernel.dtype, 1, 2, 150, 300);
-        case_mask(&c, 1, 1, 150, 300, 0.8);
-        case_alibi(&c, 1);
-        case_sink(&c);
-        case_d_lse(&c);
-        c.a.causal = 1;
-        c.a.softcap = 4;
-        c.a.dropout = 0.1f;
-        c.a.dropout_seed = 99;
-        case_check(&c);
-        case_free(&c);
-    }
+    for_each_kernel(HEED_BACKWARD, kernel)
+        for (int aligned = 0; aligned < 2; aligned++) {
+            test_case c = case_new(&kernel,
+                                   (case_shape){ .Hq = 2, .Hk = 1, .Sq = 150, .Sk = 304, .D = aligned ? 16 : 12 });
+            case_bias(&c, kernel.dtype, 1, 2, 150, 304);
+            case_mask(&c, 1, 1, 150, 304, 0.8);
+            case_alibi(&c, 1);
+            case_sink(&c);
+            case_d_lse(&c);
+            c.a.causal = 1;
+            c.a.softcap = 4;
+            c.a.dropout = 0.1f;
+            c.a.dropout_seed = 99;
+            case_check(&c);
+            case_free(&c);
+        }
 }
 
 /* heed.h: "d_bias ... summed over the dimensions that bias broadcasts", in fp32 or bias's dtype. */
@@ -95,15 +97,23 @@ TEST(sums_may_be_taken_in_any_order)
         }
 }
 
+/* With gradients of fp32; alone: o and d_o are of q's type. */
+static case_shape fp32_shape(int alone)
+{
+    case_shape s = shape;
+    s.fp32_results = !alone;
+    s.fp32_gradients = alone;
+    return s;
+}
+
 TEST(gradients_of_16_bit_inputs_may_be_fp32)
 {
-    for_each_kernel(HEED_BACKWARD, kernel) {
-        case_shape fp32 = shape;
-        fp32.fp32_results = 1;
-        test_case c = case_new(&kernel, fp32);
-        case_check(&c);
-        case_free(&c);
-    }
+    for_each_kernel(HEED_BACKWARD, kernel)
+        for (int alone = 0; alone < 2; alone++) {
+            test_case c = case_new(&kernel, fp32_shape(alone));
+            case_check(&c);
+            case_free(&c);
+        }
 }
 
 /* heed.h: "Any of the results may be absent: then it is not computed." The others keep their bits; each is left out
@@ -159,23 +169,23 @@ TEST(delta_stands_for_o_and_d_lse)
 /* heed.h: "accumulate: 1: add to d_q, d_k and d_v, which are fp32, in place of overwriting them". */
 TEST(accumulate_adds_to_what_is_there)
 {
-    for_each_kernel(HEED_BACKWARD, kernel) {
-        if (kernel.dtype == HEED_F64)
-            continue;
-        case_shape fp32 = shape;
-        fp32.fp32_results = 1;
-        test_case c = case_new(&kernel, fp32);
-        c.a.causal = 1;
-        case_check(&c);
-        results once = case_results(&c);
-        c.g.accumulate = 1;
-        case_backward(&c);
-        results twice = case_results(&c);
-        for (int which = OUT_DQ; which <= OUT_DV; which++)
-            for (int64_t n = 0; n < elements(output_of(&c, which)); n++)
-                assert_true(fabs(twice.at[which][n] - 2 * once.at[which][n]) <= 1e-6 * (1 + fabs(once.at[which][n])));
-        case_free(&c);
-    }
+    for_each_kernel(HEED_BACKWARD, kernel)
+        for (int alone = 0; alone < 2; alone++) {
+            if (kernel.dtype == HEED_F64)
+                continue;
+            test_case c = case_new(&kernel, fp32_shape(alone));
+            c.a.causal = 1;
+            case_check(&c);
+            results once = case_results(&c);
+            c.g.accumulate = 1;
+            case_backward(&c);
+            results twice = case_results(&c);
+            for (int which = OUT_DQ; which <= OUT_DV; which++)
+                for (int64_t n = 0; n < elements(output_of(&c, which)); n++)
+                    assert_true(fabs(twice.at[which][n] - 2 * once.at[which][n]) <=
+                                1e-6 * (1 + fabs(once.at[which][n])));
+            case_free(&c);
+        }
 }
 
 /* Backward works from lse alone where no gradient flows but that of lse: d_o = 0. */

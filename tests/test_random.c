@@ -101,6 +101,7 @@ static test_case any_problem(const heed_kernel_info *kernel)
                      .D = aligned ? 8 * random_int(1, most / 4) : any_size(most),
                      .Dv = aligned ? 8 * random_int(1, most / 4) : any_size(most),
                      .fp32_results = one_in(3),
+                     .fp32_gradients = one_in(3),
                      .layout = any_layout(aligned) };
     if (aligned) /* mask and bias too, where their rows are packed */
         s.Sk = (s.Sk + 15) / 16 * 16;

@@ -282,6 +282,7 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
     }
     if (ADDS && t.dtype == HEED_F32) { /* eight rows at a time; eight columns n of row r lie at place n ^ r */
         float *const rows = (float *)(tile_memory + row * D * 2);
+        const int columns = min(width, D); /* of a row, others may have the rest */
 #pragma unroll
         for (int part = 0; part < 2 * MT; part++) {
             __syncwarp();
@@ -296,7 +297,7 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
                 if (at == NOWHERE)
                     continue;
 #pragma unroll 1
-                for (int c = lane; c < width; c += 32) {
+                for (int c = lane; c < columns; c += 32) {
                     float &to = ((float *)t.data)[at + c];
                     to = rows[r * D + (c ^ r * 8)] + (accumulate ? to : 0.0f);
                 }
