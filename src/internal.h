@@ -278,11 +278,13 @@ static inline int heed_has_terms(const heed_problem *p)
            p->Sq >= heed_fewest_rows(p);
 }
 
-/* The largest head_dim that a kernel takes: of those with terms, the wider backward has no registers for dropout. */
+/* The largest head_dim that a kernel takes: of those with terms, the wider backward has no registers for dropout; of those
+ * for few rows, 16 bits are the tensor core's. */
 static inline int heed_widest(const heed_kernel *k, const heed_problem *p)
 {
     const int drops = k->uses & HEED_FOR_TERMS && p->pass == HEED_BACKWARD && p->drop_below;
-    return drops ? HEED_MIN(k->max_head_dim, 96) : k->max_head_dim;
+    const int halves = k->uses & HEED_FOR_FEW && k->dtype != HEED_F32;
+    return drops ? HEED_MIN(k->max_head_dim, 96) : halves ? HEED_MIN(k->max_head_dim, 256) : k->max_head_dim;
 }
 
 /* Rows from which HEED_FOR_ROWS pays: fp32, twice as many if they are narrow, or see different keys; fp16, whose products

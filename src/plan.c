@@ -267,11 +267,13 @@ static int fits(const heed_kernel *k, const heed_problem *p, const heed_device *
     const int widest = heed_widest(k, p);
     if (head_dim > widest)
         snprintf(why, size, "takes head_dim up to %d%s, this is %" PRId64, widest,
-                 widest < k->max_head_dim ? " with dropout" : "", head_dim);
+                 widest < k->max_head_dim && k->uses & HEED_FOR_TERMS ? " with dropout" : "", head_dim);
     else if (lacks)
         snprintf(why, size, "does not take: %s", use_names[__builtin_ctz(lacks)]);
     else if (k->uses & HEED_FOR_FEW && p->Sq > HEED_MOST_ROWS) /* its workspace has all parts of the keys for each */
         snprintf(why, size, "takes up to %d rows, these are %" PRId64, HEED_MOST_ROWS, p->Sq);
+    else if (k->uses & HEED_FOR_FEW && k->dtype != HEED_F32 && (p->D % 8 || p->Dv % 8)) /* 16 bytes at a time */
+        snprintf(why, size, "takes head_dim in multiples of 8, this is %" PRId64, p->D % 8 ? p->D : p->Dv);
     else
         return heed_is_small(p, k->uses, why, size);
     return 0;

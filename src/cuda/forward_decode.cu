@@ -1,14 +1,11 @@
-/* Forward of few rows of fp32 against many keys, as where a model writes one token after the other: K and V are read once, and
- * that is what takes the time, so products are plain multiply-adds.
+/* Forward of few rows against many keys, as where a model writes one token after the other: K and V are read once, and that is
+ * what takes the time. In fp32 products are plain multiply-adds; 16 bits are forward_decode_mma.cu's.
  *
- * A block has PART keys of one head of k, and the rows that see them, ROWS at a time, of all heads of q that share it. It asks
- * for K and the first of V at once, K by way of shared memory, 64 bytes of each key at a time. For S = Q K^T a thread has one
- * key; for O = P V one piece of 16 bytes of V's columns, of every so many keys. What the parts give is merged by rows.cu, in
- * their order. Parts are always the same keys, so that bits do not depend on how many heads or sequences there are. */
-#include "launch.cuh"
-#include "scores.cuh"
+ * A block asks for K and the first of V at once, K by way of shared memory, 64 bytes of each key at a time. For S = Q K^T a
+ * thread has one key; for O = P V one piece of 16 bytes of V's columns, of every so many keys. */
+#include "decode.cuh"
 
-constexpr int PART = 256, THREADS = PART, WARPS = THREADS / 32;
+constexpr int THREADS = PART, WARPS = THREADS / 32;
 constexpr int CHUNK = 16, PIECES = CHUNK / 4; /* numbers of a key that are met at a time, in pieces of 16 bytes */
 constexpr int STAGES = 3;
 
@@ -34,12 +31,6 @@ template <int ROWS> __device__ static void load_row(float (&x)[ROWS], const floa
             *(float4 *)(x + r) = *(const float4 *)(from + r);
 }
 
-struct own_row {
-    int i, h, low, high; /* high = 0: there is no such row */
-    int64_t result;      /* where its results are among those of all parts */
-    head of;
-};
-
 template <int ROWS> struct shared_decode {
     union {
         alignas(16) float stage[STAGES][PART * CHUNK];
@@ -49,6 +40,7 @@ template <int ROWS> struct shared_decode {
     alignas(16) float P[PART][ROWS];
     const float *k[PART], *v[PART]; /* NULL: nobody sees the key, or it does not exist */
     own_row row[ROWS];
+    head of[ROWS];
     span sequence;         /* looked at now and then, and not in registers */
     alignas(16) float q[]; /* [ROWS][whole chunks of D] */
 };
@@ -69,25 +61,21 @@ struct one_score {
 
 template <int ROWS>
 __global__ void __launch_bounds__(THREADS, 2)
-    forward_decode(const __grid_constant__ args a, int parts, int groups, float *o, float *most, float *sums)
+    forward_decode(const __grid_constant__ args a, const __grid_constant__ parts_of_keys parts)
 {
     extern __shared__ __align__(16) char memory[];
     auto &m = *(shared_decode<ROWS> *)memory;
     constexpr int AHEAD = ROWS > 1 ? 4 : 8; /* pieces of V that a thread asks for at once */
     const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-    const unsigned number = blockIdx.x / groups, heads = number / parts;
-    const int part = number % parts, hk = heads % a.Hk, b = heads / a.Hk, n0 = part * PART;
-    const int first_row = blockIdx.x % groups * ROWS, rows = min(ROWS, a.G * a.Sq - first_row);
+    const own_part own = own_part_of(parts, ROWS);
+    const int hk = own.hk, n0 = own.part * PART, rows = min(ROWS, a.G * a.Sq - own.first_row);
     const int chunks = (a.D + CHUNK - 1) / CHUNK, q_pitch = chunks * CHUNK;
     let_next_start();
     wait_for_last();
-    if (t < rows) { /* of those that share keys, number n is row n % Sq of head n / Sq of the group */
-        const span s = span_of(a, b);
-        const int g = (first_row + t) / a.Sq, i = first_row + t - g * a.Sq, h = hk * a.G + g;
-        own_row own = { i, h, 0, 0, (((int64_t)part * a.B + b) * a.Hq + h) * a.Sq + i, head_of(a, s, h) };
-        if (i < s.rows)
-            band_of_row(a, s, i, own.low, own.high);
-        m.row[t] = own;
+    if (t < rows) {
+        const span s = span_of(a, own.b);
+        m.row[t] = own_row_of(a, s, parts, own, t);
+        m.of[t] = head_of(a, s, m.row[t].h);
         if (t == 0)
             m.sequence = s;
     }
@@ -101,9 +89,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (first >= last) {
         for (int r = 0; r < rows; r++) {
             for (int c = t; c < a.Dv; c += THREADS)
-                o[m.row[r].result * a.Dv + c] = 0.0f;
+                parts.o[m.row[r].result * a.Dv + c] = 0.0f;
             if (t == 0)
-                most[m.row[r].result] = -CUDART_INF_F, sums[m.row[r].result] = 0.0f;
+                parts.most[m.row[r].result] = -CUDART_INF_F, parts.sums[m.row[r].result] = 0.0f;
         }
         return;
     }
@@ -186,7 +174,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         const own_row &row = m.row[r];
         one_score own = { m.S[r][t], row.i, n0 + t, row.low, row.high };
         if (has_extras(a))
-            score(own, a.scale, a, s, row.of, false);
+            score(own, a.scale, a, s, m.of[r], false);
         else
             own.x = own.n >= own.first && own.n < own.last ? own.x * a.scale : -CUDART_INF_F;
         m.S[r][t] = own.x;
@@ -230,8 +218,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (int other = 16; other; other /= 2)
             sum += __shfl_xor_sync(~0u, sum, other);
         if (lane == 0 && r < rows) {
-            most[row.result] = sum == sum ? top : 0.0f; /* a NaN is to be seen by whoever merges */
-            sums[row.result] = sum;
+            parts.most[row.result] = sum == sum ? top : 0.0f; /* a NaN is to be seen by whoever merges */
+            parts.sums[row.result] = sum;
         }
     }
     __syncthreads();
@@ -274,28 +262,22 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll 4
             for (int k = 0; k < sets; k++)
                 sum += m.sums[k * pieces + c / 4][r][c % 4];
-            o[m.row[r].result * a.Dv + c] = sum;
+            parts.o[m.row[r].result * a.Dv + c] = sum;
         }
 }
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-static int64_t parts_of(int64_t keys) { return HEED_MAX(1, tiles_of(keys, PART)); }
-
-template <int ROWS> static heed_status run(const args &a, int64_t keys, const heed_plan *plan, const heed_exec *x)
+template <int ROWS>
+static heed_status run(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x)
 {
-    const int parts = (int)parts_of(keys), groups = (int)tiles_of((int64_t)a.G * a.Sq, ROWS);
-    const int64_t count = (int64_t)a.B * a.Hq * a.Sq * parts, blocks = (int64_t)a.B * a.Hk * parts * groups;
-    float *const o = (float *)x->workspace, *const most = o + count * a.Dv, *const sums = most + count;
     const size_t bytes = sizeof(shared_decode<ROWS>) + ROWS * tiles_of(a.D, CHUNK) * CHUNK * sizeof(float);
     static_assert(sizeof(shared_decode<ROWS>) + ROWS * HEED_MAX_HEAD_DIM * sizeof(float) <= HEED_SHARED_SMALL);
     static_assert(HEED_MAX_HEAD_DIM / 4 <= THREADS, "a thread for each piece of a row");
-    if (blocks == 0 || blocks > INT32_MAX) /* says if it cannot */
-        return launch(forward_decode<ROWS>, blocks, THREADS, bytes, x, a, parts, groups, o, most, sums);
-    const heed_status status = launch_early(forward_decode<ROWS>, dim3((unsigned)blocks), dim3(THREADS), bytes, plan, x,
-                                            a, parts, groups, o, most, sums);
-    return status ? status : heed_cuda_merge_parts(a, parts, o, most, sums, plan, x);
+    return launch_parts(forward_decode<ROWS>, ROWS, THREADS, bytes, a, parts, plan, x);
 }
+
+static int64_t parts_of(int64_t keys) { return HEED_MAX(1, tiles_of(keys, PART)); }
 
 size_t heed_forward_workspace_decode(const heed_problem *p, const heed_plan *plan)
 {
@@ -306,9 +288,15 @@ size_t heed_forward_workspace_decode(const heed_problem *p, const heed_plan *pla
 heed_status heed_forward_decode(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
     const prologue start(p, x);
-    const int64_t rows = p->G * p->Sq;
-    return start.status ? start.status
-           : rows == 1  ? run<1>(start.a, p->full.keys, plan, x)
-           : rows <= 4  ? run<4>(start.a, p->full.keys, plan, x)
-                        : run<8>(start.a, p->full.keys, plan, x);
+    const args &a = start.a;
+    const int64_t rows = p->G * p->Sq, parts = parts_of(p->full.keys), count = p->B * p->Hq * p->Sq * parts;
+    float *const o = (float *)x->workspace, *const most = o + count * p->Dv;
+    const parts_of_keys all = { (int)parts, o, most, most + count, {}, {}, {}, {} };
+    if (start.status)
+        return start.status;
+    const heed_status status = a.q.dtype != HEED_F32 ? heed_cuda_decode_mma(a, all, plan, x)
+                               : rows == 1           ? run<1>(a, all, plan, x)
+                               : rows <= 4           ? run<4>(a, all, plan, x)
+                                                     : run<8>(a, all, plan, x);
+    return status || !count ? status : heed_cuda_merge_parts(a, all.count, o, most, all.sums, plan, x);
 }

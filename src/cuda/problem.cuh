@@ -56,6 +56,21 @@ view heed_cuda_view(const heed_tensor &t);
 /* Fails where a size is beyond what the kernels count in 32 bits. */
 heed_status heed_cuda_args(const heed_problem *p, args *a);
 
+/* Division of numbers below 2^31 by one that the host knows. */
+struct divisor {
+    unsigned number, factor, shift;
+    __device__ int divide(int n) const { return (int)((uint64_t)(unsigned)n * factor >> shift); }
+};
+
+inline divisor divisor_of(int64_t number)
+{
+    divisor d = { (unsigned)HEED_MAX(number, 1), 0, 31 };
+    while ((uint64_t)1 << (d.shift - 31) < d.number)
+        d.shift++;
+    d.factor = (unsigned)(((uint64_t)1 << d.shift) / d.number + 1);
+    return d;
+}
+
 /* ---- Elements ---------------------------------------------------------------------------------------------------- */
 
 __device__ inline float load(const view &t, int64_t at)

@@ -127,13 +127,15 @@ __global__ void __launch_bounds__(32 * WARPS) merge_parts(const __grid_constant_
     const bool alone = parts <= AT_ONCE;
     const int64_t unit = alone ? (int64_t)blockIdx.x * WARPS + warp : blockIdx.x, row = unit / chunks;
     const int c = (int)(unit % chunks) * 32 + lane;
-    wait_for_last();
-    if (row >= n.count)
-        return;
-    const place p = place_of(n, row);
+    let_next_start();
+    if (!a.uniform) /* else nothing of a sequence is in memory */
+        wait_for_last();
+    const place p = place_of(n, min(row, n.count - 1));
     const int i = (int)p.i, h = (int)p.h;
     const span s = span_of(a, (int)p.b);
-    if (i >= s.rows)
+    const int64_t o_at = row_at(a.o, s.q_batch, h, s.q_row + i);
+    wait_for_last();
+    if (row >= n.count || i >= s.rows)
         return;
     float value[AT_ONCE];
     auto ask = [&](int first) {
@@ -157,6 +159,8 @@ __global__ void __launch_bounds__(32 * WARPS) merge_parts(const __grid_constant_
         const float w = first + lane < parts ? expf(lse[(first + lane) * n.count + row] - m) : 0.0f;
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
+            if (k % 8 == 0 && first + k >= parts)
+                break;
             const float weight = __shfl_sync(~0u, w, k);
             x += weight == 0.0f ? 0.0f : weight * value[k];
         }
@@ -177,7 +181,7 @@ __global__ void __launch_bounds__(32 * WARPS) merge_parts(const __grid_constant_
         sum += __shfl_xor_sync(~0u, sum, other);
     sum += seen ? expf(sink - m) : 0.0f;
     if (c < n.width)
-        store(a.o, row_at(a.o, s.q_batch, h, s.q_row + i) + c * a.o.stride[3], seen ? x / sum : 0.0f);
+        store(a.o, o_at + c * a.o.stride[3], seen ? x / sum : 0.0f);
     if (a.lse.data && c == 0)
         store(a.lse, row_at(a.lse, s.q_batch, h, s.q_row + i), seen ? m + logf(sum) : -CUDART_INF_F);
 }

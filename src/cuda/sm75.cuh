@@ -43,6 +43,14 @@ __device__ inline void load_matrices_transposed(uint32_t (&x)[4], uint32_t addre
                  : "r"(address));
 }
 
+/* An 8 x 8 matrix, of which lane l has elements 2 (l % 4), +1 of row l / 4, transposed. */
+__device__ inline uint32_t transpose_matrix(uint32_t x)
+{
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 /* C += A B for A 16 x 16 and B 16 x 8, with lane l = 4 g + t holding
  *     a  rows g and g + 8 of columns 2t, 2t+1, then of columns 2t+8, 2t+9
  *     b  column g of rows 2t, 2t+1, and of rows 2t+8, 2t+9

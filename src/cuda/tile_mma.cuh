@@ -27,21 +27,6 @@ template <int WARPS_, int MT_, int MEETS_, int SLOTS_, int BLOCKS_> struct block
     static constexpr int THREADS = 32 * WARPS, OWN = 16 * MT * WARPS;
 };
 
-/* Division of numbers below 2^31 by one that the host knows. */
-struct divisor {
-    unsigned number, factor, shift;
-    __device__ int divide(int n) const { return (int)((uint64_t)(unsigned)n * factor >> shift); }
-};
-
-inline divisor divisor_of(int64_t number)
-{
-    divisor d = { (unsigned)HEED_MAX(number, 1), 0, 31 };
-    while ((uint64_t)1 << (d.shift - 31) < d.number)
-        d.shift++;
-    d.factor = (unsigned)(((uint64_t)1 << d.shift) / d.number + 1);
-    return d;
-}
-
 /* Which tile of which head a block owns. Heads go in groups, so that what the blocks of a group read fits in the L2
  * cache, and in a group the first tiles of all heads go first: under a causal band those should be the long ones. */
 struct tile_order {
