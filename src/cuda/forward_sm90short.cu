@@ -153,27 +153,36 @@ __global__ void __launch_bounds__(SHORT_THREADS, most_blocks<D, N + LAST> - (D <
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-template <class T, int D, int N, int LAST>
-static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
+template <class T, int D, int N, int LAST, bool GENERAL, bool STEPS>
+static heed_status run_kernel(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     typedef forward_room<D, N + LAST> room;
-    const auto kernel = has_steps(a)                   ? forward_sm90short<T, D, N, LAST, true, true>
-                        : is_general(a) || a.sink.data ? forward_sm90short<T, D, N, LAST, true, D != 64>
-                                                       : forward_sm90short<T, D, N, LAST, false, false>;
     const dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
     const int64_t blocks = (int64_t)grid.x * grid.y * grid.z, held = plan->device.shared_bytes / sizeof(room);
     const int in_turn = D > 64 && blocks > held * plan->device.units;
-    return launch_early(kernel, grid, dim3(SHORT_THREADS),
+    return launch_early(forward_sm90short<T, D, N, LAST, GENERAL, STEPS>, grid, dim3(SHORT_THREADS),
                         room_for_one(in_turn ? sizeof(room) - sizeof(room::V) : sizeof(room), grid, plan), plan, x, a,
                         in_turn);
 }
 
+static bool needs_general(const args &a) { return is_general(a) || a.sink.data; }
+
+/* Where few will need it, one kernel for all keys: those that are not there add zeros. */
 template <class T, int D> static heed_status run_wide(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     const int keys = keys_of(a);
-    return keys <= 64   ? run<T, D, 64, 0>(a, plan, x)
-           : keys <= 96 ? run<T, D, 96, 0>(a, plan, x)
-                        : run<T, D, 128, 0>(a, plan, x);
+    if (has_steps(a) || needs_general(a))
+        return run_kernel<T, D, 128, 0, true, true>(a, plan, x);
+    return keys <= 64   ? run_kernel<T, D, 64, 0, false, false>(a, plan, x)
+           : keys <= 96 ? run_kernel<T, D, 96, 0, false, false>(a, plan, x)
+                        : run_kernel<T, D, 128, 0, false, false>(a, plan, x);
+}
+
+template <class T, int N, int LAST>
+static heed_status run_narrow(const args &a, const heed_plan *plan, const heed_exec *x)
+{
+    return needs_general(a) ? run_kernel<T, 64, N, LAST, true, false>(a, plan, x)
+                            : run_kernel<T, 64, N, LAST, false, false>(a, plan, x);
 }
 
 template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
@@ -184,11 +193,14 @@ template <class T> static heed_status run(const args &a, const heed_plan *plan, 
                : width <= 128 ? run_wide<T, 128>(a, plan, x)
                : width <= 192 ? run_wide<T, 192>(a, plan, x)
                               : run_wide<T, 256>(a, plan, x);
-    return keys <= 64    ? run<T, 64, 64, 0>(a, plan, x)
-           : keys <= 96  ? run<T, 64, 96, 0>(a, plan, x)
-           : keys <= 128 ? run<T, 64, 128, 0>(a, plan, x)
-           : keys <= 192 ? run<T, 64, 128, 64>(a, plan, x)
-                         : run<T, 64, 128, 128>(a, plan, x);
+    if (has_steps(a))
+        return keys <= 128 ? run_kernel<T, 64, 128, 0, true, true>(a, plan, x)
+                           : run_kernel<T, 64, 128, 128, true, true>(a, plan, x);
+    return keys <= 64    ? run_narrow<T, 64, 0>(a, plan, x)
+           : keys <= 96  ? run_narrow<T, 96, 0>(a, plan, x)
+           : keys <= 128 ? run_narrow<T, 128, 0>(a, plan, x)
+           : keys <= 192 ? run_narrow<T, 128, 64>(a, plan, x)
+                         : run_narrow<T, 128, 128>(a, plan, x);
 }
 
 size_t heed_forward_workspace_sm90short(const heed_problem *p, const heed_plan *plan)
