@@ -7,6 +7,7 @@ PyTorch is optional: `heed.nn`, `heed.scaled_dot_product_attention` and the name
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from heed.nn import CustomStridedAttention as CustomStridedAttention
 
 if sys.modules.get("torch") is not None:
-    from heed import _torch as _torch
+    with contextlib.suppress(ImportError):  # of a torch that is too old: whoever gives heed its tensors is told
+        from heed import _torch as _torch
 
 __version__: str = _C.version()
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # before anything is registered with such a torch
+    raise ImportError(f"heed: torch is {torch.__version__}, expected 2.10 or later; NumPy arrays need none")
+
 from heed import _C, _api, _ops
 from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, type_name
 
@@ -191,7 +194,7 @@ def _one_more_backward() -> None:
 _C.use_torch(
     torch.Tensor,
     torch.nn.Parameter,
-    getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+    torch.Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
     (torch.empty_strided, getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None), _DTYPES),
     (torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
     vars(torch.autograd.forward_ad),

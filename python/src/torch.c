@@ -140,17 +140,17 @@ PyObject *torch_use(PyObject *module, PyObject *args)
         find_attribute(context, "materialize_grads", &materialize_grads) ||
         find_attribute(context, "options", &options))
         return NULL;
-    if (exchange == Py_None)
-        Py_RETURN_NONE;
     const dl_exchange *table = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
     while (table && table->version.major != 1)
         table = table->previous;
-    if (table && table->borrow) {
-        view_exchange_type = (PyTypeObject *)tensor;
-        view_exchange_subtype = (PyTypeObject *)parameter;
-        view_exchange = table;
-        libtorch_find();
+    if (!table || !table->borrow) {
+        PyErr_SetString(PyExc_ImportError, "this torch does not show its tensors by version 1 of DLPack's C functions");
+        return NULL;
     }
+    view_exchange_type = (PyTypeObject *)tensor;
+    view_exchange_subtype = (PyTypeObject *)parameter;
+    view_exchange = table;
+    libtorch_find();
     PyErr_Clear();
     Py_RETURN_NONE;
 }

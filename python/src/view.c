@@ -90,13 +90,18 @@ static int dtype_of_format(const char *format, Py_ssize_t size, dl_dtype *dtype)
     return 0;
 }
 
+static void fail_closed(PyObject *object, const char *name, int writable)
+{
+    PyErr_Format(PyExc_ValueError, "%s: is a %R that does not let its memory be %s", name, Py_TYPE(object),
+                 writable ? "written" : "read");
+}
+
 static int open_buffer(view *v, PyObject *object, const char *name, int writable)
 {
     Py_buffer *b = &v->held.buffer;
     if (PyObject_GetBuffer(object, b, PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0))) {
         if (PyErr_ExceptionMatches(PyExc_BufferError))
-            PyErr_Format(PyExc_ValueError, "%s: is a %R that does not let its memory be %s", name, Py_TYPE(object),
-                         writable ? "written" : "read");
+            fail_closed(object, name, writable);
         return -1;
     }
     int bad = dtype_of_format(b->format, b->itemsize, &v->dtype);
@@ -155,7 +160,7 @@ static int open_capsule(view *v, PyObject *capsule, const char *name, int writab
     return bad;
 }
 
-/* An ordinary tensor of PyTorch, asked through its stable C interface: what the exchange's borrow() answers, in a third of
+/* A tensor of PyTorch, asked through its stable C interface: what the exchange's borrow() answers, in a third of
  * the time. 0: that cannot be said of this one. */
 static int from_torch(view *v, PyObject *object)
 {
@@ -183,11 +188,15 @@ static int from_torch(view *v, PyObject *object)
     return 1;
 }
 
+/* A tensor of PyTorch, of a subclass too: __dlpack__ refuses those that require a gradient, which is autograd's business and
+ * not that of who reads their memory. */
+static int is_tensor(PyObject *object) { return view_exchange && PyObject_TypeCheck(object, view_exchange_type); }
+
 static int open_any(view *v, PyObject *object, const char *name, int writable)
 {
     v->copy = NULL;
     v->kind = BORROWED;
-    if (view_of_exchange(object)) {
+    if (is_tensor(object)) {
         dl_tensor t;
         if (from_torch(v, object))
             return 0;
@@ -201,8 +210,11 @@ static int open_any(view *v, PyObject *object, const char *name, int writable)
         return -1;
     }
     PyObject *capsule = PyObject_CallMethod(object, "__dlpack__", NULL);
-    if (!capsule)
+    if (!capsule) {
+        if (PyErr_ExceptionMatches(PyExc_BufferError))
+            fail_closed(object, name, writable);
         return -1;
+    }
     int bad = open_capsule(v, capsule, name, writable);
     Py_DECREF(capsule);
     return bad;
@@ -220,7 +232,7 @@ static int all_strides_zero(const view *v)
 /* PyTorch's lazy negation: such a view, of the imaginary part of something, has the wrong sign in memory. */
 static int is_negated(PyObject *object)
 {
-    if (!view_of_exchange(object))
+    if (!is_tensor(object))
         return 0;
     if (libtorch.tensor_at && libtorch.is_neg)
         return libtorch.is_neg(libtorch_tensor(object));
@@ -248,8 +260,8 @@ int view_open(view *v, PyObject *object, const char *name, int writable)
     if (!negated && (!all_strides_zero(v) || writable))
         return 0;
     view_close(v);
-    int torch = view_exchange && PyObject_HasAttrString(object, "contiguous");
-    PyObject *copy = PyObject_CallMethod(object, negated ? "resolve_neg" : torch ? "contiguous" : "copy", NULL);
+    const char *how = negated ? "resolve_neg" : is_tensor(object) ? "contiguous" : "copy";
+    PyObject *copy = PyObject_CallMethod(object, how, NULL);
     if (!copy || open_any(v, copy, name, 0)) {
         Py_XDECREF(copy);
         return -1;

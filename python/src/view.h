@@ -30,10 +30,11 @@ typedef struct view {
 int view_open(view *v, PyObject *object, const char *name, int writable);
 void view_close(view *v);
 
-/* Tensors whose type is this one are read through its own C functions. NULL: there are none. */
+/* Tensors are read through their type's own C functions. NULL: there are none. */
 extern PyTypeObject *view_exchange_type, *view_exchange_subtype;
 extern const dl_exchange *view_exchange;
 
+/* An ordinary tensor: a subclass may have to see what is done with its own. */
 static inline int view_of_exchange(PyObject *object)
 {
     return view_exchange && (Py_TYPE(object) == view_exchange_type || Py_TYPE(object) == view_exchange_subtype);

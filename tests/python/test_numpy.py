@@ -139,6 +139,25 @@ except ImportError:
     assert run.stdout.startswith("fine 0.")
 
 
+def test_a_torch_that_is_too_old_is_refused_where_it_is_used():
+    program = """
+import sys, types
+import numpy as np
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.__version__, torch.Tensor, torch.nn = "2.9.1", type("Tensor", (), {}), types.ModuleType("torch.nn")
+import heed
+x = np.ones((1, 1, 2, 4), np.float32)
+assert (heed.attention(x, x, x) == 1).all()
+for use in lambda: heed.attention(*[torch.Tensor()] * 3), lambda: heed.nn, lambda: heed.scaled_dot_product_attention:
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == 3 * ["heed: torch is 2.9.1, expected 2.10 or later; NumPy arrays need none"]
+
+
 def test_torch_may_come_later():
     pytest.importorskip("torch")
     program = """

@@ -271,6 +271,70 @@ def test_subclasses_and_parameters(device):
     assert type(o) is torch.Tensor and parameter.grad is not None
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sink"])
+def test_gradients_of_subclasses(name, device):
+    q, k, v, *rest = make(device, (2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 8), (9, 11), (4,), grad=False)
+    plain = dict(zip(("q", "k", "v", "bias", "sink"), (q, k, v, *rest), strict=True))
+
+    class Kept(torch.nn.Parameter):
+        pass
+
+    ways = [lambda t: t.clone().requires_grad_(), lambda t: t.clone().as_subclass(Marked).requires_grad_(), Kept]
+    results = []
+    for way in ways:
+        given = plain | {name: way(plain[name])}
+        o = heed.attention(**given)
+        o.square().sum().backward()
+        results.append((o, given[name].grad))
+        with torch.no_grad():
+            results.append((heed.attention(**given), given[name].grad))
+    for result in results[1:]:
+        same([t.as_subclass(torch.Tensor) for t in result], results[0])
+
+
+def test_subclasses_that_require_gradients_in_other_functions(device):
+    def marked(*shape):
+        t = torch.randn(shape, device=device)
+        return t.as_subclass(Marked).requires_grad_(), t.detach()
+
+    def check(function, *shape, **options):
+        results = [function(t, **options) for t in marked(*shape)]
+        for got, want in zip(*results, strict=True):
+            same([got.as_subclass(torch.Tensor)], [want])
+
+    def backward(t):
+        q, k, v = qkv(device, grad=False)
+        return heed.attention_backward(t, q, k, v, *heed.attention(q, k, v, return_lse=True))
+
+    @torch.no_grad()
+    def self_attention(t):
+        output = torch.empty(7, 64, device=device)
+        heed.self_attention(t, output)
+        return [output]
+
+    check(backward, 2, 4, 9, 8)
+    check(self_attention, 7, 64)
+    check(lambda t: heed.self_attention_backward(t, t), 7, 64)
+    check(torch.no_grad()(lambda t: heed.attention_with_kvcache(t, t, t, return_lse=True)), 2, 5, 4, 8)
+    x, plain = marked(9, 2, 8)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    (got,), (want,) = (gradients(lambda t: heed.attention_varlen(t, t, t, cu, cu, 5, 5), [t])
+                       for t in (x, plain.clone().requires_grad_()))  # fmt: skip
+    same([got.as_subclass(torch.Tensor)], [want])
+    negated = torch._neg_view(plain[None]).as_subclass(Marked)
+    same([heed.attention(negated, plain[None], plain[None]).as_subclass(torch.Tensor)],
+         [heed.attention(-plain[None], plain[None], plain[None])])  # fmt: skip
+
+
+def test_subclasses_without_memory_are_refused(device):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = torch.randn(5, 64, device=device)
+    for given in (TwoTensor(x, x.clone()), x.clone()), (x, TwoTensor(x.clone(), x.clone())):
+        with pytest.raises(ValueError, match="data is NULL"):
+            heed.self_attention(*given)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_computes_in_the_lower_type(device, dtype):
     q, k, v = qkv(device)
@@ -690,7 +754,7 @@ def test_tensors_that_python_let_go_and_took_back(device):
 
 
 def test_old_ways_in_give_the_same_bits(device):
-    """Tensors of a PyTorch without DLPack's C functions come through __dlpack__ or the buffer protocol."""
+    """What has no C functions for DLPack comes through __dlpack__ or the buffer protocol."""
 
     class Old:
         def __init__(self, t):
@@ -707,6 +771,8 @@ def test_old_ways_in_give_the_same_bits(device):
         o = torch.empty_like(q)
         heed._C.forward(Old(o), False, *Arguments(Old(q), Old(k), Old(v), causal=True))
         same([o], [heed.attention(q, k, v, causal=True)])
+        with pytest.raises(ValueError, match="q: is a .*Old.* that does not let its memory be read"):
+            heed._C.forward(None, False, *Arguments(Old(q.clone().requires_grad_()), Old(k), Old(v)))
     made = _torch.empty(q, (2, 3), (1, 2), "bfloat16")
     assert made.shape == (2, 3) and made.stride() == (1, 2) and made.dtype == torch.bfloat16 and made.device == q.device
 
