@@ -10,7 +10,7 @@ from heed import _C
 from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, type_name
 
 
-_CPU = 1  # of DLPack's devices
+_HOST = (1, 3)  # of DLPack's devices: the CPU, and memory of it that is pinned for CUDA
 
 
 def _library(value: Any) -> str:
@@ -33,6 +33,10 @@ def empty(like: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: st
     outer_first = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
     packed = xp.empty([shape[d] for d in outer_first], dtype=getattr(xp, dtype) if dtype != "bfloat16" else like.dtype)
     return packed.transpose([outer_first.index(d) for d in range(len(shape))])
+
+
+def on_host(value: Any) -> bool:
+    return not hasattr(value, "__dlpack_device__") or value.__dlpack_device__()[0] in _HOST
 
 
 def stream(like: Any) -> int:
@@ -79,7 +83,7 @@ def _to_numpy(name: str, value: Any) -> Any:
     """The same memory as a NumPy array. One of a GPU would be copied, and is refused."""
     import numpy
 
-    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] != _CPU:
+    if not on_host(value):
         raise ValueError(f"{name}: is a {type_name(value)} on a GPU, expected the CPU; on a GPU CuPy or PyTorch")
     return numpy.asarray(value)
 

@@ -97,7 +97,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, block_tabl
         block_table = None if block_table is None else block_table.long()
     else:
         xp = _arrays._namespace(k_cache)
-        on_host = True
+        on_host = _arrays.on_host(k_cache)
     pages, rows, inside = _places(xp, lengths, count, k_cache, block_table)
     if on_host:
         if not bool(inside.all()):
@@ -114,7 +114,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, block_tabl
         return
     # A row that is not inside repeats the first one that is, so that it changes nothing; where none is, row 0 of the cache
     # is written with what it holds.
-    first = inside.int().argmax(0, keepdim=True)  # one number in a dimension: to index with it does not wait
+    first = xp.where(inside, 1, 0).argmax(0).reshape(1)  # one number in a dimension: to index with it does not wait
     some = inside[first]
     for cache, new in ((k_cache, k), (v_cache, v)):
         new = new.reshape(-1, *new.shape[2:])

@@ -242,6 +242,37 @@ def test_arrays_of_jax_on_a_gpu_are_not_copied():
         heed.attention_backward(q, q, q, q, q, q)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_cache_on_a_gpu_is_not_waited_for(paged):
+    """Arrays of a GPU, as far as heed looks: what does not fit is dropped, as to see that there is such would take a wait."""
+
+    class Array(np.ndarray):
+        def __dlpack_device__(self):
+            return 2, 0
+
+        def wait(self, *_, **__):
+            raise AssertionError("waits for the GPU")
+
+        __bool__ = __int__ = __index__ = __float__ = all = any = max = min = item = tolist = wait
+
+    def there(a):
+        return np.asarray(a).view(Array)
+
+    shape = (6, 2, 2, 8) if paged else (2, 4, 2, 8)
+    caches = [rng.standard_normal(shape) for _ in range(2)]
+    new = [rng.standard_normal((2, 2, 2, 8)) for _ in range(2)]
+    lengths = np.array([1, 1 if paged else 3])
+    table = np.array([[0, 1], [9, 3]]) if paged else None  # there is no page 9
+    with pytest.raises(ValueError, match="3 keys .* 6 pages" if paged else "5 keys"):
+        heed._kvcache._append(*(a.copy() for a in caches), *new, lengths, table)
+    given = [there(a.copy()) for a in caches]
+    heed._kvcache._append(*given, *map(there, new), there(lengths), there(table) if paged else None)
+    for after, want, rows in zip(given, caches, new, strict=True):
+        want[[0, 1] if paged else [0, 0], [1, 0] if paged else [1, 2]] = rows[0]
+        want[(3, 0) if paged else (1, 3)] = rows[1, 1 if paged else 0]
+        np.testing.assert_array_equal(np.array(after), want)
+
+
 def test_cupy_arrays(device):
     """Read and written where they lie, on CuPy's stream, forward and backward."""
     cupy = pytest.importorskip("cupy")
@@ -260,5 +291,10 @@ def test_cupy_arrays(device):
     for got, expected in zip((o, lse, *grads), (want, want_lse, *wanted), strict=True):
         np.testing.assert_allclose(got.get(), expected, atol=1e-5)
     np.testing.assert_array_equal(turned.get().transpose(0, 2, 1, 3), o.get())
+    cache, lengths = [cupy.zeros((2, 4, 4, 16), cupy.float32) for _ in range(2)], cupy.array([1, 3])
+    rows = [x.transpose(0, 2, 1, 3)[:, :2] for x in given]
+    heed.attention_with_kvcache(rows[0], *cache, rows[1], rows[2], lengths)  # one row does not fit
+    np.testing.assert_array_equal(cache[0][0, 1:3].get(), rows[1][0].get())
+    np.testing.assert_array_equal(cache[1][1, 3].get(), rows[2][1, 0].get())
     with pytest.raises(TypeError, match="k: is a .*ndarray, expected what q is"):
         heed.attention(given[0], k, given[2])
