@@ -28,11 +28,29 @@ class CustomStridedAttention(nn.Module):
         return f"stride={self.stride}"
 
 
+def _check_positions(positions: Any, x: torch.Tensor) -> None:
+    """That there is one for each row of x, [B, S, ...]."""
+    _torch.check("positions", positions)
+    if positions.dtype == torch.bool:
+        raise TypeError("positions: dtype is torch.bool, expected one of numbers")
+    if positions.device != x.device:
+        raise ValueError(f"positions: is on {positions.device}, x is on {x.device}")
+    B, S = x.shape[:2]
+    if positions.shape not in ((S,), (1, S), (B, S)):
+        raise ValueError(f"positions: has shape {list(positions.shape)}, expected [{S}] or [{B}, {S}]")
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
     """Rotary position embedding of x, [B, S, H, D] with D even: columns c and c + D/2 turn by position * base^(-2c/D).
 
     positions: [S] or [B, S].
     """
+    _torch.check("x", x)
+    if x.dim() != 4 or x.shape[-1] % 2:
+        raise ValueError(f"x: has shape {list(x.shape)}, expected [B, S, H, D] with D even")
+    if not x.is_floating_point():
+        raise TypeError(f"x: dtype is {x.dtype}, expected one of real numbers")
+    _check_positions(positions, x)
     half = x.shape[-1] // 2
     steps = torch.arange(half, device=x.device, dtype=torch.float32)
     angle = positions[..., None, None].float() * base ** (-steps / half)
@@ -124,11 +142,14 @@ class Attention(nn.Module):
         source = x if context is None else context
         _check("x", x, self.q)
         _check("x" if context is None else "context", source, self.kv)
+        if positions is not None:
+            if not self.rotary or context is not None:
+                why = "without rotary" if not self.rotary else "with a context"
+                raise ValueError(f"positions: is given {why}, expected None")
+            _check_positions(positions, x)
         q = self.q(x).unflatten(-1, (self.num_heads, self.head_dim))
         k, v = self.kv(source).unflatten(-1, (2, self.num_kv_heads, self.head_dim)).unbind(-3)
         if self.rotary:
-            if positions is not None and context is not None:
-                raise ValueError("positions: is given with a context, expected None")
             rows = torch.arange(x.shape[-2], device=x.device) if positions is None else positions
             keys = torch.arange(source.shape[-2], device=x.device) if positions is None else positions
             q, k = rotate(q, rows, self.rotary), rotate(k, keys, self.rotary)

@@ -261,6 +261,42 @@ def test_modules_say_what_is_wrong():
     message(ValueError, "stride: is 0", Q, Q, Q, 0, function=heed.naive_strided_attention)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "positions"),
+    [
+        (TypeError, "positions: is a list, expected a torch.Tensor", [0, 1, 2, 3, 4]),
+        (TypeError, "positions: is a numpy.ndarray", np.arange(5)),
+        (TypeError, "positions: is a int", 3),
+        (TypeError, "positions: dtype is torch.bool", torch.ones(5, dtype=torch.bool)),
+        (TypeError, "positions: dtype is torch.complex64", torch.ones(5, dtype=torch.complex64)),
+        (TypeError, "positions: is a meta tensor", torch.arange(5, device="meta")),
+        (TypeError, "positions: has layout torch.sparse_coo", torch.arange(5).to_sparse()),
+        (ValueError, r"positions: has shape \[4\], expected \[5\] or \[2, 5\]", torch.arange(4)),
+        (ValueError, r"positions: has shape \[\], expected", torch.tensor(1)),
+        (ValueError, r"positions: has shape \[5, 1\], expected", torch.arange(5)[:, None]),
+        (ValueError, r"positions: has shape \[3, 5\], expected", torch.arange(15).reshape(3, 5)),
+    ],
+)  # fmt: skip
+def test_positions_say_what_is_wrong(kind, text, positions, device):
+    if isinstance(positions, torch.Tensor) and not positions.is_meta:
+        positions = positions.to(device)
+    layer = heed.nn.Attention(8, 2, rotary=True, device=device)
+    message(kind, text, Q[:, 0].to(device), function=layer, positions=positions)
+    message(kind, text, Q.transpose(1, 2).to(device), positions, function=heed.nn.rotate)
+
+
+def test_positions_are_for_rotary_embeddings_alone(device):
+    x, there = Q[:, 0].to(device), torch.arange(5, device=device)
+    message(ValueError, "positions: is given without rotary", x, function=heed.nn.Attention(8, 2, device=device), positions=there)
+    message(ValueError, r"x: has shape \[2, 5, 8\]", x, there, function=heed.nn.rotate)
+    message(ValueError, "x: has shape .* with D even", Q[..., :7], there, function=heed.nn.rotate)
+    message(TypeError, "x: is a list", [1], there, function=heed.nn.rotate)
+    message(TypeError, "x: dtype is torch.int64", Q.long(), there, function=heed.nn.rotate)
+    if device == "cuda":
+        layer = heed.nn.Attention(8, 2, rotary=True, device=device)
+        message(ValueError, "positions: is on cpu, x is on cuda", x, function=layer, positions=there.cpu())
+
+
 def test_other_functions_say_what_is_wrong():
     message(ValueError, "threads: is -1", -1, function=heed.set_threads)
     message(TypeError, "threads: is 'two'", "two", function=heed.set_threads)
