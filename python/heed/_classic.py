@@ -81,7 +81,9 @@ def naive_strided_attention(q: Any, k: Any, v: Any, stride: int) -> Any:
 
     for name, t in (("q", q), ("k", k), ("v", v)):
         _torch.check(name, t)
-    fit = min(q.dim(), k.dim(), v.dim()) >= 2 and q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2]
+        if t.dtype not in _torch._FLOATS:
+            raise TypeError(f"{name}: dtype is {t.dtype}, expected float32, float16, bfloat16 or float64")
+    fit = q.dim() == k.dim() == v.dim() == 4 and q.shape[-1] == k.shape[-1] and k.shape[-2] == v.shape[-2]
     if not fit or len({(t.dtype, t.device, t.shape[:-2]) for t in (q, k, v)}) > 1:
         kinds = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in (q, k, v))
         raise ValueError(f"q, k, v: are {kinds}; expected one dtype, one device and (batch, heads, seq, head_dim)")

@@ -116,8 +116,14 @@ def test_shapes_that_do_not_fit_the_short_names():
     message(ValueError, "expected some that broadcast", Q[:, None], Q[:1, None].expand(3, -1, -1, -1, -1), Q[:, None],
             function=heed.scaled_dot_product_attention)  # fmt: skip
     message(ValueError, "key: has 0 dimensions", Q, torch.tensor(1.0), Q, function=heed.scaled_dot_product_attention)
+    naive = heed.naive_strided_attention
     for k, v in (Q, Q[:, :, 1:]), (Q[..., 1:], Q), (torch.tensor(1.0), Q):
-        message(ValueError, "q, k, v: are", Q, k, v, 2, function=heed.naive_strided_attention)
+        message(ValueError, "q, k, v: are", Q, k, v, 2, function=naive)
+    for shorter in Q[0], Q[0, 0], Q[None]:
+        message(ValueError, r"expected .*\(batch, heads, seq, head_dim\)", shorter, shorter, shorter, 2, function=naive)
+    for dtype in torch.int64, torch.bool, torch.float8_e4m3fn:
+        wrong = Q.to(dtype)
+        message(TypeError, f"q: dtype is {dtype}, expected float32", wrong, wrong, wrong, 2, function=naive)
 
 
 def test_devices_must_agree(device):
