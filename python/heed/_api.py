@@ -159,7 +159,8 @@ def attention_varlen(
     mask, bias: broadcastable to [B, H, max_seqlen_q, max_seqlen_k]; row and column 0 are a sequence's first.
     return_lse: [H, rows in all].
 
-    The other arguments are those of attention().
+    The other arguments are those of attention(). There is no layout (it is the one above) and no lengths_q, which
+    cu_seqlens_q says; lengths_k may be less than cu_seqlens_k says.
     """
     call = _attention if _compiling() else _C.attention
     return call(

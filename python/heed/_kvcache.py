@@ -16,14 +16,18 @@ def _capacity(cache: Any, block_table: Any) -> int:
 
 
 def _check_tensor(name: str, t: Any, q: Any) -> None:
-    import torch
-
     from heed import _torch
 
     _torch.check(name, t)
     if t.device != q.device:
         raise ValueError(f"{name}: is on {t.device}, q is on {q.device}")
-    if t.requires_grad and torch.is_grad_enabled():
+    _refuse_gradient(name, t)
+
+
+def _refuse_gradient(name: str, t: Any) -> None:
+    import torch
+
+    if torch.is_grad_enabled() and getattr(t, "requires_grad", False):
         raise ValueError(f"{name}: requires a gradient, which attention_with_kvcache has not; use torch.no_grad()")
 
 
@@ -154,10 +158,14 @@ def attention_with_kvcache(
     k, v: [B, N, G, D] and [B, N, G, Dv]: written into the cache, in place, behind the keys that are there; then attended to.
     cache_seqlens: [B] whole numbers: how many keys of each sequence are in the cache before that. None: it is full.
 
-    The other arguments are those of attention(); causal aligns the last query with the last key. Lengths and pages beyond the
-    cache are an error on the CPU; on a GPU nothing outside of it is read or written, and nothing waits.
+    The other arguments are those of attention(); causal aligns the last query with the last key. There is no layout (it is
+    "bshd"), no lengths_k (that is cache_seqlens) and no dropout, as nothing is trained here. Lengths and pages beyond the cache
+    are an error on the CPU; on a GPU nothing outside of it is read or written, and nothing waits.
     """
     _check(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
+    if _api._is_torch(q):
+        _refuse_gradient("bias", bias)
+        _refuse_gradient("sink", sink)
     lengths = cache_seqlens
     if k is not None:
         _append(k_cache, v_cache, k, v, cache_seqlens, block_table)

@@ -115,6 +115,14 @@ def test_a_cache_says_what_is_wrong(device):
     ]:
         with pytest.raises(kind, match=text):
             call(*arguments)
+    before = cache.clone()
+    for name, shape in ("bias", (1, 4)), ("sink", (2,)):
+        wants = {name: torch.zeros(shape, device=device, requires_grad=True)}
+        with pytest.raises(ValueError, match=f"{name}: requires a gradient, which attention_with_kvcache has not"):
+            call(q, cache, cache.clone(), new, new, lengths, **wants)
+        assert torch.equal(before, cache)
+        with torch.no_grad():
+            assert not call(q, cache, cache, **wants).requires_grad
     if device == "cpu":
         before = cache.clone()
         with pytest.raises(ValueError, match="cache_seqlens: 5 keys"):
