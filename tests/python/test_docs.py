@@ -1,7 +1,8 @@
 """The Python in README and docs runs, prints what the document says, and every link leads somewhere.
 
     ```python                   run, in the order of the page and in one namespace for the page
-    ```python needs NAME        only where the module NAME can be imported, or NAME is cuda and there is one
+    ```python needs NAME        only where the module NAME can be imported, or NAME is cuda and there is one: in a test of its
+                                own, after those that need nothing, so that it is seen to be skipped
     ```text output              what the block before it prints; <...> stands for any text within a line
 
 The C programs and shell commands are test_docs.sh's business.
@@ -50,18 +51,20 @@ def agrees(want, got):
 
 
 WITH_PYTHON = [page for page in PAGES if page.exists() and blocks(page)]
+NEEDS = [(page, needs) for page in WITH_PYTHON for needs in dict.fromkeys(tuple(words[1:]) for _, words, *_ in blocks(page))]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_python_of(page, tmp_path, monkeypatch):
-    if any("import torch" in text for _, _, text, _ in blocks(page)) and not available("torch"):
-        pytest.skip("PyTorch is not installed")
+@pytest.mark.parametrize("page,needs", NEEDS, ids=lambda x: " ".join(x) if isinstance(x, tuple) else str(x.relative_to(ROOT)))
+def test_the_python_of(page, needs, tmp_path, monkeypatch):
+    chosen = [block for block in blocks(page) if set(block[1][1:]) <= set(needs)]
+    torch = ["torch"] if any("import torch" in text for _, _, text, _ in chosen) else []
+    for name in (*torch, *needs):
+        if not available(name):
+            pytest.skip(f"{name} is not here")
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
-    for line, words, text, output in blocks(page):
+    for line, words, text, output in chosen:
         assert words[:1] in ([], ["needs"]), f"{page}:{line}: ```python {' '.join(words)}"
-        if not all(map(available, words[1:])):
-            continue
         printed = io.StringIO()
         code = compile("\n" * (line - 1) + text, str(page), "exec")
         with contextlib.redirect_stdout(printed):
