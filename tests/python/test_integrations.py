@@ -111,34 +111,52 @@ def test_register_names_both_the_attention_and_the_mask(monkeypatch):
 
 # ---- transformers: models --------------------------------------------------------------------------------------------
 
-def llama(implementation, kind="Llama", **more):
+DECODER = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+               num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+MODELS = {
+    "LlamaForCausalLM": DECODER,
+    "MistralForCausalLM": DECODER | dict(sliding_window=4),
+    "Gemma2ForCausalLM": DECODER | dict(sliding_window=4, attn_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "GptOssForCausalLM": DECODER | dict(sliding_window=4, num_local_experts=2, num_experts_per_tok=1),
+    "T5ForConditionalGeneration": dict(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                                       decoder_start_token_id=0),
+}
+
+
+def model_of(implementation, kind="LlamaForCausalLM"):
     import transformers
     for_transformers.register()
-    config = getattr(transformers, kind + "Config")(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        attn_implementation=implementation, **more)
+    made = getattr(transformers, kind, None)
+    if not hasattr(sys.modules.get(getattr(made, "__module__", None)), "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind} with an attention of one's choice")
     torch.manual_seed(0)
-    return getattr(transformers, kind + "ForCausalLM")(config).eval()
+    model = made(made.config_class(attn_implementation=implementation, **MODELS[kind])).eval()
+    for name, parameter in model.named_parameters():  # which begin as what has no effect
+        if "sinks" in name or "relative_attention_bias" in name:
+            nn.init.normal_(parameter)
+    return model
 
 
 PADDED = (torch.arange(2 * 14).reshape(2, 14) % 61 + 3, torch.tensor([[1] * 14, [0] * 5 + [1] * 9]))
 
 
 @needs("transformers")
-@pytest.mark.parametrize("kind,more", [("Llama", {}), ("Mistral", {"sliding_window": 4})])
-def test_models_give_what_eager_gives(kind, more, monkeypatch, device):
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_give_what_eager_gives(kind, monkeypatch, device):
     tokens, mask = (t.to(device) for t in PADDED)
-    results = []
+    decoder = {"decoder_input_ids": tokens[:, :7]} if kind.startswith("T5") else {}
+    calls, results = [], []
+    monkeypatch.setattr(heed, "attention", lambda *a, _real=heed.attention, **k: (calls.append(k), _real(*a, **k))[1])
     for implementation in "eager", "heed":
-        model = llama(implementation, kind, **more).to(device)
-        logits = model(tokens, attention_mask=mask).logits
-        loss = logits[mask.bool()].logsumexp(-1).mean()
-        results.append((logits[mask.bool()], *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)))
-    calls = []
-    monkeypatch.setattr(heed, "attention", lambda *a, _real=heed.attention, **k: (calls.append(1), _real(*a, **k))[1])
-    llama("heed", kind, **more).to(device)(tokens, attention_mask=mask)
-    assert len(calls) == 2  # one for each layer
+        assert not calls
+        model = model_of(implementation, kind).to(device)
+        logits = model(tokens, attention_mask=mask, **decoder).logits
+        logits = logits if decoder else logits[mask.bool()]
+        loss = logits.logsumexp(-1).mean()
+        results.append((logits, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)))
+    assert len(calls) == (6 if decoder else 2)  # one for each layer; of T5 two in the encoder, four in the decoder
+    given = {"Gemma2ForCausalLM": "softcap", "GptOssForCausalLM": "sink", "T5ForConditionalGeneration": "bias"}.get(kind)
+    assert given is None or all(call[given] is not None and (given != "softcap" or call[given] == 2.0) for call in calls)
     for got, want in zip(results[1], results[0]):
         assert (got is None) == (want is None)
         if got is not None:
@@ -152,14 +170,14 @@ def test_generation_with_a_cache(cache, device):
     options = dict(max_new_tokens=8, do_sample=False, attention_mask=mask, eos_token_id=None)
     if cache == "static":
         options.update(cache_implementation="static", disable_compile=True)
-    texts = [llama(implementation).to(device).generate(tokens, **options) for implementation in ("eager", "heed")]
+    texts = [model_of(implementation).to(device).generate(tokens, **options) for implementation in ("eager", "heed")]
     assert torch.equal(*texts)
 
 
 @needs("transformers")
 def test_a_model_compiles_to_one_graph(device):
     tokens, mask = (t.to(device) for t in PADDED)
-    model = llama("heed").to(device)
+    model = model_of("heed").to(device)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for more in {}, {"attention_mask": mask}:
         close(compiled(tokens, **more).logits[mask.bool()], model(tokens, **more).logits[mask.bool()])
