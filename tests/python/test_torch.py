@@ -33,6 +33,19 @@ def qkv(device, S=9, T=11, grad=True, dtype=torch.float32):
     return make(device, (2, 4, S, 8), (2, 2, T, 8), (2, 2, T, 8), grad=grad, dtype=dtype)
 
 
+def varlen(q, k, v, **options):
+    """heed.attention_varlen of two sequences of 4 and 5 rows, 5 and 6 keys."""
+    cu = [torch.tensor(n, dtype=torch.int32, device=q.device) for n in ([0, 4, 9], [0, 5, 11])]
+    return heed.attention_varlen(q, k, v, *cu, 5, 6, **options)
+
+
+def packed_qkv(device, grad=True, dtype=torch.float32):
+    return make(device, (9, 4, 8), (11, 2, 8), (11, 2, 8), grad=grad, dtype=dtype)
+
+
+both = pytest.mark.parametrize(("call", "inputs_of"), [(heed.attention, qkv), (varlen, packed_qkv)], ids=["padded", "packed"])
+
+
 def same(a, b, tolerance=0.0):
     for x, y in zip(a, b, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
@@ -66,19 +79,27 @@ def with_tensors(options, device):
     return options | {name: given[name] for name in options.pop("tensors", ())} if "tensors" in options else options
 
 
+@both
 @pytest.mark.parametrize("options", _OPTIONS)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles_into_one_graph(options, backend, device):
+def test_compiles_into_one_graph(call, inputs_of, options, backend, device):
     options = with_tensors({name: value for name, value in options.items()}, device)
+    if call is varlen and "lengths_q" in options:
+        del options["lengths_q"]
+        options |= {"mask": options["mask"][:5, :6], "bias": options["bias"][:, :5, :6]}
+        options["lengths_k"] = torch.tensor([2, 6], device=device)
     if backend == "inductor" and device == "cpu" and options:
         pytest.skip("once is enough: inductor takes the operator as it is")
 
     def f(q, k, v):
-        result = heed.attention(q * 2, k, v, **options)
-        return result[0].sin() + result[1].nan_to_num(neginf=0)[..., None] if "return_lse" in options else result.sin()
+        result = call(q * 2, k, v, **options)
+        if "return_lse" not in options:
+            return result.sin()
+        lse = result[1].nan_to_num(neginf=0)
+        return result[0].sin() + (lse.T if call is varlen else lse)[..., None]
 
     torch._dynamo.reset()
-    inputs = qkv(device)
+    inputs = inputs_of(device)
     compiled = torch.compile(f, fullgraph=True, backend=backend)
     same([compiled(*inputs)], [f(*inputs)], 1e-6)
     same(gradients(compiled, inputs), gradients(f, inputs), 1e-5)
@@ -114,9 +135,10 @@ def test_every_function_compiles(device):
             same([compiled], [call()], 1e-6)
 
 
-def test_dropout_compiles_and_draws_anew(device):
-    q, k, v = qkv(device)
-    f = torch.compile(lambda q, k, v: heed.attention(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+@both
+def test_dropout_compiles_and_draws_anew(call, inputs_of, device):
+    q, k, v = inputs_of(device)
+    f = torch.compile(lambda q, k, v: call(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager")
     a, b = f(q, k, v), f(q, k, v)
     assert not torch.equal(a, b)
     assert all(g.isfinite().all() for g in gradients(f, [q, k, v]))
@@ -162,6 +184,23 @@ def test_exports(device):
     assert "heed.attention" in program.graph_module.code
     longer = [t.transpose(1, 2) for t in qkv(device, S=30, T=30, grad=False)]
     same([program.module()(*longer)], [Layer()(*longer)])
+
+
+def test_exports_packed_sequences(device):
+    class Packed(torch.nn.Module):
+        def forward(self, q, k, v, cu, sink):
+            return heed.attention_varlen(q, k, v, cu, cu, 6, 6, causal=True, sink=sink)
+
+    def inputs(tokens, cu):
+        q, k, v, sink = make(device, (tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 8), (4,), grad=False)
+        return q, k, v, torch.tensor(cu, dtype=torch.int32, device=device), sink
+
+    T, B = torch.export.Dim("T", min=2, max=512), torch.export.Dim("B", min=2, max=9)
+    shapes = ({0: T}, {0: T}, {0: T}, {0: B}, None)
+    program = torch.export.export(Packed(), inputs(9, [0, 4, 9]), dynamic_shapes=shapes)
+    assert "heed.attention" in program.graph_module.code
+    longer = inputs(14, [0, 3, 8, 14])
+    same([program.module()(*longer)], [Packed()(*longer)])
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
@@ -218,6 +257,24 @@ def test_vmap_in_every_dimension(device):
     same([only_q], [torch.stack([heed.attention(x, k[0], v[0]) for x in q], 2)])
     twice = vmap(vmap(lambda q, k, v: heed.attention(q[None], k[None], v[None])))(q, k, v)
     same([twice[:, :, 0]], [torch.stack([heed.attention(*x) for x in zip(q, k, v, strict=True)])], 1e-6)
+
+
+def test_vmap_over_packed_sequences(device):
+    q, k, v = make(device, (3, 9, 4, 8), (3, 11, 2, 8), (3, 11, 2, 8), grad=False)
+    sinks, bias = torch.randn(3, 4, device=device), torch.randn(5, 6, device=device)
+
+    def f(q, k, v, sink):
+        return varlen(q, k, v, sink=sink, bias=bias, causal=True)
+
+    def loss(*inputs):
+        return f(*inputs).square().sum()
+
+    want = [f(*given) for given in zip(q, k, v, sinks, strict=True)]
+    same([torch.func.vmap(f)(q, k, v, sinks)], [torch.stack(want)])
+    by_func = torch.func.vmap(torch.func.grad(loss, (0, 1, 2, 3)))(q, k, v, sinks)
+    for n in range(3):
+        inputs = [t[n].clone().requires_grad_() for t in (q, k, v, sinks)]
+        same([t[n] for t in by_func], torch.autograd.grad(loss(*inputs), inputs))
 
 
 def test_gradients_under_transforms(device):
@@ -335,18 +392,21 @@ def test_subclasses_without_memory_are_refused(device):
             heed.self_attention(*given)
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_computes_in_the_lower_type(device, dtype):
-    q, k, v = qkv(device)
-    bias = torch.randn(9, 11, device=device, requires_grad=True)
+def test_autocast_computes_in_the_lower_type(call, inputs_of, device, dtype):
+    q, k, v = inputs_of(device)
+    bias = torch.randn((5, 6) if call is varlen else (9, 11), device=device, requires_grad=True)
     with torch.autocast(device, dtype=dtype):
-        o = heed.attention(q, k, v, bias=bias)
+        o = call(q, k, v, bias=bias)
     assert o.dtype == dtype
-    same([o], [heed.attention(q.to(dtype), k.to(dtype), v.to(dtype), bias=bias)])
-    grads = torch.autograd.grad(o.float().sum(), (q, k, v, bias))
+    want = call(q.to(dtype), k.to(dtype), v.to(dtype), bias=bias)
+    same([o], [want])
+    grads, wanted = (torch.autograd.grad(x.float().sum(), (q, k, v, bias)) for x in (o, want))
     assert all(g.dtype == torch.float32 for g in grads)
+    same(grads, wanted)
     with torch.autocast(device, enabled=False):
-        assert heed.attention(q, k, v).dtype == torch.float32
+        assert call(q, k, v).dtype == torch.float32
 
 
 def test_negated_and_conjugated_views(device):
@@ -434,12 +494,13 @@ def test_only_lse_may_be_used(device):
     assert not grads[2].any()
 
 
+@both
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_recomputes(device, reentrant):
-    inputs = qkv(device)
+def test_checkpoint_recomputes(call, inputs_of, device, reentrant):
+    inputs = inputs_of(device)
 
     def f(q, k, v):
-        return heed.attention(q, k, v, dropout_p=0.25, causal=True)
+        return call(q, k, v, dropout_p=0.25, causal=True)
 
     torch.manual_seed(3)
     want = gradients(f, inputs)
