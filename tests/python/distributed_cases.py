@@ -407,6 +407,40 @@ def mesh_and_fsdp(group: Any) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(got, want, strict=True))
 
 
+def data_parallel(group: Any, way: str) -> bool:
+    """A part of the batch on every rank, with packed sequences and a bias: the gradients are those of the whole batch."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = heed.nn.Attention(16, 4, num_kv_heads=2, causal=True, rotary=True)
+            self.bias = torch.nn.Parameter(torch.randn(4, 5, 5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            tokens = y.flatten(0, 1).unflatten(-1, (4, 4))
+            cu = torch.arange(0, len(tokens) + 1, x.shape[1], dtype=torch.int32, device=x.device)
+            return heed.attention_varlen(tokens, tokens, tokens, cu, cu, 5, 5, bias=self.bias)
+
+    count, rank, device = dist.get_world_size(group), dist.get_rank(group), DEVICE if way == "replicated" else "cpu"
+    torch.manual_seed(0)
+    model = Model().to(device)
+    x = torch.randn(2 * count, 5, 16).to(device)
+    want = torch.autograd.grad(model(x).square().sum() / count, list(model.parameters()))
+    mine = x[2 * rank : 2 * rank + 2]
+    if way == "replicated":
+        parallel = torch.nn.parallel.DistributedDataParallel(model, process_group=group)  # which must live until the backward
+        parallel(mine).square().sum().backward()
+        got = [p.grad for p in model.parameters()]
+    else:
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        model(mine).square().sum().backward()
+        got = [p.grad.full_tensor() for p in model.parameters()]
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(got, want, strict=True))
+
+
 def autocast(group: Any) -> torch.dtype:
     q, k, v = (hd.shard(t, 2, group=group) for t in problem(16)[:3])
     with torch.autocast(DEVICE, torch.bfloat16):

@@ -208,6 +208,11 @@ def test_device_mesh_and_fsdp(ranks: Ranks) -> None:
     assert all(ranks.run("mesh_and_fsdp", ranks=4))
 
 
+@pytest.mark.parametrize("way", ["replicated", "sharded"])
+def test_data_parallel_training(ranks: Ranks, way: str) -> None:
+    assert all(ranks.run("data_parallel", way, ranks=2))
+
+
 def test_autocast(ranks: Ranks) -> None:
     assert ranks.run("autocast", ranks=2) == [torch.bfloat16] * 2
 

@@ -228,6 +228,39 @@ def test_opcheck(layout, device):
         opcheck(torch.ops.heed.attention_backward.default, (o, None, o, lse, wants, *flat))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["lengths", "scores", "dropout", "pages"])
+def test_opcheck_with_every_argument(kind, dtype, device):
+    q, k, v = qkv(device, dtype=dtype)
+    given = {
+        "lengths": {
+            "lengths_q": torch.tensor([9, 4], dtype=torch.int32, device=device), "window": (3, None),
+            "lengths_k": torch.tensor([5, 11], dtype=torch.int32, device=device), "stride": 2, "scale": 0.5,
+        },
+        "scores": {
+            "alibi_slopes": torch.rand(2, 4, device=device), "softcap": 2.0, "deterministic": False, "precision": "plain",
+            "bias": torch.randn(1, 11, device=device, dtype=dtype, requires_grad=True),
+        },
+        "dropout": {"dropout_p": 0.25, "dropout_seed": torch.tensor([5], device=device), "causal": "top_left"},
+        "pages": {
+            "block_table": torch.tensor([[2, 0], [1, 3]], dtype=torch.int32, device=device),
+            "lengths_k": torch.tensor([5, 11], dtype=torch.int32, device=device),
+        },
+    }  # fmt: skip
+    a = Arguments(q, k, v, **given[kind])
+    if kind == "pages":  # there is no gradient
+        q, *pages = make(device, (2, 9, 4, 8), (4, 6, 2, 8), (4, 6, 2, 8), grad=False, dtype=dtype)
+        a = Arguments(q, *pages, "bshd", **given[kind])
+    opcheck(torch.ops.heed.attention.default, _ops.to_op(a))
+    if kind == "pages":
+        return
+    with torch.no_grad():
+        o, lse = torch.ops.heed.attention(*_ops.to_op(a))
+        flat = [t.detach() if isinstance(t, torch.Tensor) else t for t in _ops.to_op(a)]
+        wants = [True, True, True, a.bias is not None, False]
+        opcheck(torch.ops.heed.attention_backward.default, (o, torch.randn_like(lse), o, lse, wants, *flat))
+
+
 # ---- Transforms, modes and subclasses ----------------------------------------------------------------------------------
 
 
@@ -785,7 +818,8 @@ def test_data_parallel_training(device, way):
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         if way == "replicated":
-            torch.nn.parallel.DistributedDataParallel(layer)(x).sum().backward()
+            parallel = torch.nn.parallel.DistributedDataParallel(layer)  # which must live until the backward
+            parallel(x).sum().backward()
             got = [p.grad for p in layer.parameters()]
         else:
             fully_shard(layer, mesh=init_device_mesh(device, (1,)))
