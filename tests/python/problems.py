@@ -47,12 +47,17 @@ class Numbers:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        order = self.draw(
-            st.sampled_from(["packed", "packed", "transposed", "padded", "stepped", "expanded", "offset"])
-        )
+    def tensor(
+        self, shape: tuple[int, ...], dtype: torch.dtype, change: Any = None, writable: bool = False
+    ) -> torch.Tensor:
+        """change: what makes something else of the numbers, such as a mask; writable: each element has its own memory."""
+        orders = ["packed", "packed", "transposed", "permuted", "padded", "stepped", "offset"]
+        order = self.draw(st.sampled_from(orders if writable else [*orders, "expanded"]))
         if order == "transposed" and len(shape) == 4:
             base = self.normal(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+        elif order == "permuted":
+            dims = self.draw(st.permutations(range(len(shape))))
+            base = self.normal(*(shape[d] for d in dims)).permute([dims.index(d) for d in range(len(shape))])
         elif order == "padded":
             base = self.normal(*shape[:-1], shape[-1] + 3)[..., : shape[-1]]
         elif order == "stepped":
@@ -64,12 +69,13 @@ class Numbers:
             base = self.normal(size + 1)[1:].reshape(shape)
         else:
             base = self.normal(*shape)
-        return _moved(base, dtype, self.device)
+        return _moved(base, dtype, self.device, change)
 
 
-def _moved(t: torch.Tensor, dtype: torch.dtype, device: str) -> torch.Tensor:
+def _moved(t: torch.Tensor, dtype: torch.dtype, device: str, change: Any) -> torch.Tensor:
     """Another type and device, with the same strides: .to() would pack it."""
-    storage = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0).to(device=device, dtype=dtype)
+    storage = t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+    storage = (storage if change is None else change(storage)).to(device=device, dtype=dtype)
     return storage.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
@@ -91,7 +97,6 @@ def maybe(draw: Any, odds: int = 3) -> bool:
 @st.composite
 def options(draw: Any, n: Numbers, B: int, H: int, S: int, T: int, dtype: torch.dtype) -> dict[str, Any]:
     o: dict[str, Any] = {}
-    device = n.device
     if draw(st.booleans()):
         o["causal"] = draw(st.sampled_from([True, "bottom_right", "top_left"]))
     if maybe(draw):
@@ -100,27 +105,25 @@ def options(draw: Any, n: Numbers, B: int, H: int, S: int, T: int, dtype: torch.
     if maybe(draw):
         o["stride"] = draw(st.integers(1, 6))
     if maybe(draw):
-        shape = draw(broadcast((B, H, S, T)))
-        o["mask"] = (n.normal(*shape) > draw(st.sampled_from([-0.5, 0.5]))).to(device)
+        least = draw(st.sampled_from([-0.5, 0.5]))
+        o["mask"] = n.tensor(draw(broadcast((B, H, S, T))), torch.bool, lambda x: x > least)
     if maybe(draw):
-        bias = n.normal(*draw(broadcast((B, H, S, T))))
-        if draw(st.booleans()):
-            bias = bias.masked_fill(n.normal(*bias.shape) > 1, -torch.inf)
+        most = draw(st.sampled_from([1.0, torch.inf]))
         kind = dtype if draw(st.booleans()) or dtype == torch.float64 else torch.float32
-        o["bias"] = bias.to(device, kind)
+        o["bias"] = n.tensor(draw(broadcast((B, H, S, T))), kind, lambda x: x.masked_fill(x > most, -torch.inf))
     if maybe(draw):
         o["scale"] = draw(st.sampled_from([0.0, -0.3125, 0.1875, 1.0]))
     if maybe(draw):
         o["softcap"] = draw(st.sampled_from([0.5, 20.0]))
     if maybe(draw):
         shape = (B, H) if draw(st.booleans()) else (H,)
-        o["alibi_slopes"] = n.normal(*shape).abs().to(device)
+        o["alibi_slopes"] = n.tensor(shape, torch.float32, torch.Tensor.abs)
     if maybe(draw):
-        o["sink"] = n.normal(H).to(device)
+        o["sink"] = n.tensor((H,), torch.float32)
     for name, most in (("lengths_q", S), ("lengths_k", T)):
         if maybe(draw):
             kind = draw(st.sampled_from([torch.int32, torch.int64]))
-            o[name] = torch.tensor([draw(st.integers(0, most)) for _ in range(B)], dtype=kind, device=device)
+            o[name] = torch.tensor([draw(st.integers(0, most)) for _ in range(B)], dtype=kind, device=n.device)
     if draw(st.booleans()):
         o["deterministic"] = draw(st.booleans())
     if maybe(draw):

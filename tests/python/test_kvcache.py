@@ -16,16 +16,16 @@ def caches(draw, device):
     B, G, ratio, D = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 20))
     S, N = draw(st.integers(1, 3)), draw(st.integers(0, 3))
     dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    n = Numbers(draw, device)
     torch.manual_seed(draw(st.integers(0, 1000)))
     size, columns = draw(st.sampled_from([(1, 8), (3, 4), (16, 2)]))
     lengths = [draw(st.integers(0, size * columns - N)) for _ in range(B)]
-    made = {"device": device, "dtype": dtype}
     pages = B * columns + 2
     table = torch.randperm(pages, device=device)[: B * columns].reshape(B, columns).to(torch.int32)
-    k_pages, v_pages = torch.randn(pages, size, G, D, **made), torch.randn(pages, size, G, D + 1, **made)
-    new = (torch.randn(B, N, G, D, **made), torch.randn(B, N, G, D + 1, **made)) if N else (None, None)
+    k_pages, v_pages = (n.tensor((pages, size, G, width), dtype, writable=True) for width in (D, D + 1))
+    new = (n.tensor((B, N, G, D), dtype), n.tensor((B, N, G, D + 1), dtype)) if N else (None, None)
     kind = draw(st.sampled_from([torch.int32, torch.int64]))
-    q = torch.randn(B, S, G * ratio, D, **made)
+    q = n.tensor((B, S, G * ratio, D), dtype)
     return q, k_pages, v_pages, *new, torch.tensor(lengths, device=device, dtype=kind), table
 
 
@@ -46,7 +46,11 @@ def test_new_keys_are_appended_and_attended_to(data, device, paged, causal):
     q, k_pages, v_pages, new_k, new_v, lengths, table = data.draw(caches(device))
     flat_k, flat_v = (t[table.long()].flatten(1, 2) for t in (k_pages, v_pages))
     want = expected(q, flat_k, flat_v, new_k, new_v, lengths, causal=causal)
-    cache = (k_pages, v_pages) if paged else (flat_k.clone(), flat_v.clone())
+    n = Numbers(data.draw, device)
+    cache = [k_pages, v_pages]
+    if not paged:
+        cache = [n.tensor(tuple(t.shape), t.dtype, writable=True).copy_(t) for t in (flat_k, flat_v)]
+    as_arrays = [t.clone() for t in cache] if device == "cpu" and q.dtype != torch.bfloat16 else []
     o, lse = heed.attention_with_kvcache(
         q, *cache, new_k, new_v, lengths, table if paged else None, causal=causal, return_lse=True
     )
@@ -60,10 +64,11 @@ def test_new_keys_are_appended_and_attended_to(data, device, paged, causal):
             stop = length + new_k.shape[1]
             assert torch.equal(after_k[b, length:stop], new_k[b]) and torch.equal(after_v[b, length:stop], new_v[b])
             assert torch.equal(after_k[b, stop:], flat_k[b, stop:])
-    if device == "cpu" and q.dtype != torch.bfloat16:
-        arrays = (None if t is None else t.numpy() for t in (q, flat_k, flat_v, new_k, new_v, lengths))
-        from_numpy = heed.attention_with_kvcache(*arrays, causal=causal)
+    if as_arrays:
+        given = (q, *as_arrays, new_k, new_v, lengths, table if paged else None)
+        from_numpy = heed.attention_with_kvcache(*(None if t is None else t.numpy() for t in given), causal=causal)
         assert torch.allclose(torch.from_numpy(from_numpy).float(), want.float(), atol=tolerance)
+        assert all(map(torch.equal, as_arrays, cache))
 
 
 @given(data=st.data(), paged=st.booleans())

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Numbers, broadcast, options
+from problems import Numbers, broadcast, check_close, dtypes, options
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import heed
@@ -29,26 +29,31 @@ def test_scaled_dot_product_attention_is_that_of_torch(data, device):
     H = heads * 2 if gqa else heads
     shape = (*lead, H, S, D) if lead or data.draw(st.booleans()) else (S, D)
     keys = (*lead, heads, T, D) if len(shape) > 2 else (T, D)
-    q, k, v = (torch.randn(s, device=device, requires_grad=True) for s in (shape, keys, keys))
+    dtype = data.draw(dtypes(device))
+    q, k, v = (torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in (shape, keys, keys))
     how = {"enable_gqa": gqa, "scale": data.draw(st.sampled_from([None, 0.5]))}
     kind = data.draw(st.sampled_from(["none", "causal", "bool", "float"]))
     if kind == "causal":
         how["is_causal"] = True
     elif kind != "none":
-        mask = torch.randn(*data.draw(st.sampled_from([(S, T), (1, T), (S, 1)])), device=device)
+        mask = torch.randn(*data.draw(st.sampled_from([(S, T), (1, T), (S, 1)])), device=device, dtype=dtype)
         how["attn_mask"] = mask > -0.5 if kind == "bool" else mask
     if data.draw(st.booleans()):  # values that are the identity show the weights: some are dropped, the others twice as large
-        eye = torch.eye(T, device=device).expand(*keys[:-1], T)
+        eye = torch.eye(T, device=device, dtype=dtype).expand(*keys[:-1], T)
         weights = heed.scaled_dot_product_attention(q, k, eye, **how)
         dropped = heed.scaled_dot_product_attention(q, k, eye, dropout_p=0.5, **how)
-        assert torch.allclose(dropped, torch.where(dropped > 0, 2 * weights, 0.0), atol=1e-5)
+        check_close("dropped", dropped, torch.where(dropped > 0, 2 * weights, 0.0), dtype)
     o = heed.scaled_dot_product_attention(q, k, v, **how)
+    if kind == "float":
+        how["attn_mask"] = mask.double()
     with sdpa_kernel(SDPBackend.MATH):  # its fused ones do not take every mask
-        want = F.scaled_dot_product_attention(q, k, v, **how)
-    assert o.shape == want.shape and torch.allclose(o, want, atol=2e-5)
+        want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **how)
+    assert o.dtype == dtype
+    check_close("o", o, want, dtype)
     do = torch.randn_like(o)
-    for a, b in zip(torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do), strict=True):
-        assert a.shape == b.shape and torch.allclose(a, b, atol=1e-4)
+    grads, wanted = torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do.double())
+    for a, b in zip(grads, wanted, strict=True):
+        check_close("gradient", a, b, dtype)
 
 
 def test_scaled_dot_product_attention_broadcasts_and_refuses(device):
@@ -126,6 +131,23 @@ def test_attention_module_is_its_formula(data, device):
         assert torch.allclose(a, b, atol=1e-3, rtol=1e-3)
 
 
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 4)
+def test_attention_module_in_every_type(data, device):
+    dtype, causal, S = data.draw(dtypes(device)), data.draw(st.booleans()), data.draw(st.integers(1, 20))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    layer = heed.nn.Attention(24, 4, num_kv_heads=2, rotary=True, causal=causal, device=device, dtype=dtype)
+    double = copy.deepcopy(layer).double().cpu()  # on the CPU the reference computes it
+    x = torch.randn(2, S, 24, device=device, dtype=dtype)
+    y, want = layer(x), double(x.cpu().double())
+    assert y.dtype == dtype
+    check_close("y", y.cpu(), want, dtype)
+    grads, wanted = (torch.autograd.grad(t.sum(), list(m.parameters())) for t, m in ((y, layer), (want, double)))
+    for a, b in zip(grads, wanted, strict=True):
+        assert a.dtype == dtype
+        check_close("gradient", a.cpu(), b, dtype)
+
+
 def test_attention_module_has_these_parameters():
     names = [name for name, _ in heed.nn.Attention(24, 4).named_parameters()]
     assert names == ["q.weight", "q.bias", "kv.weight", "kv.bias", "out.weight", "out.bias"]
@@ -159,12 +181,18 @@ def test_attention_module_options(device):
 def test_strided_attention_is_the_naive_one(data, device):
     B, H, S, D = (data.draw(st.integers(1, n)) for n in (2, 3, 40, 32))
     stride = data.draw(st.integers(1, 8))
-    q, k, v = (torch.randn(B, H, S, D, device=device, requires_grad=True) for _ in range(3))
-    o, want = heed.CustomStridedAttention(stride)(q, k, v), heed.naive_strided_attention(q, k, v, stride)
-    assert torch.allclose(o, want, atol=1e-5)
+    dtype = data.draw(dtypes(device))
+    q, k, v = (torch.randn(B, H, S, D, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    o = heed.CustomStridedAttention(stride)(q, k, v)
+    naive = heed.naive_strided_attention(q, k, v, stride)
+    assert naive.dtype == o.dtype == dtype
+    check_close("naive", naive, o, dtype)
+    want = heed.naive_strided_attention(q.double(), k.double(), v.double(), stride)
+    check_close("o", o, want, dtype)
     do = torch.randn_like(o)
-    for a, b in zip(torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do), strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
+    grads, wanted = torch.autograd.grad(o, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do.double())
+    for a, b in zip(grads, wanted, strict=True):
+        check_close("gradient", a, b, dtype)
     assert repr(heed.CustomStridedAttention(stride)) == f"CustomStridedAttention(stride={stride})"
 
 
@@ -191,16 +219,19 @@ def test_self_attention_and_its_gradients(n, d, device):
 def test_fused_attention_with_and_without_mask(data, device):
     n = Numbers(data.draw, device)
     B, H, S, T, D = (data.draw(st.integers(1, most)) for most in (2, 3, 20, 20, 24))
-    q, k, v = (n.tensor((B, H, rows, D), torch.float32) for rows in (S, T, T))
-    # PyTorch's fused kernels read 16 bytes at a time wherever a tensor begins, and fault.
-    aligned = [t.clone(memory_format=torch.contiguous_format) for t in (q, k, v)]
-    plain = heed.fused_attention(q, k, v)
-    assert torch.allclose(plain, F.scaled_dot_product_attention(*aligned), atol=1e-5)
-    assert torch.equal(plain, heed.fused_attention_with_mask(q, k, v, None))
-    numbers = n.normal(*data.draw(broadcast((B, H, S, T)))).to(device)
-    for mask in (numbers > -0.3, numbers):
-        want = F.scaled_dot_product_attention(*aligned, attn_mask=mask.expand(B, H, S, T))
-        assert torch.allclose(heed.fused_attention_with_mask(q, k, v, mask), want, atol=1e-5)
+    dtype, shape = data.draw(dtypes(device)), data.draw(broadcast((B, H, S, T)))
+    q, k, v = inputs = [n.tensor((B, H, rows, D), dtype).requires_grad_() for rows in (S, T, T)]
+    assert torch.equal(heed.fused_attention(q, k, v), heed.fused_attention_with_mask(q, k, v, None))
+    seen, added = n.tensor(shape, torch.bool, lambda x: x > -0.3), n.tensor(shape, dtype)
+    for mask, how in (None, {}), (seen, {"mask": seen}), (added, {"bias": added}):
+        o = heed.fused_attention(q, k, v) if mask is None else heed.fused_attention_with_mask(q, k, v, mask)
+        want, _ = reference.attention(q, k, v, **how)
+        assert o.dtype == dtype
+        check_close("o", o, want, dtype)
+        do = torch.randn_like(o)
+        wanted = torch.autograd.grad(want, inputs, do.double())
+        for a, b in zip(torch.autograd.grad(o, inputs, do), wanted, strict=True):
+            check_close("gradient", a, b, dtype)
 
 
 def test_every_public_name_says_what_it_is_and_in_which_shapes():

@@ -77,6 +77,47 @@ def test_every_other_argument():
     assert len(grads) == 4
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float16, 4e-3), (np.float64, 1e-12)])
+def test_the_short_names(dtype, tolerance):
+    q, k, v = arrays(2, 3, 7, 16, dtype=dtype)
+    np.testing.assert_allclose(heed.fused_attention(q, k, v), naive(q, k, v), atol=tolerance)
+    mask, bias = rng.random((3, 1, 7)) > 0.3, rng.standard_normal((2, 1, 7, 7)).astype(dtype)
+    mask[..., 0] = True
+    for given, how in (None, {}), (mask, {"mask": mask}), (bias, {"bias": bias}):
+        o = heed.fused_attention_with_mask(q, k, v, given)
+        assert type(o) is np.ndarray and o.dtype == dtype
+        np.testing.assert_allclose(o, naive(q, k, v, **how), atol=tolerance)
+
+
+def test_one_sequence_with_itself():
+    x, do = (a[0, 0] for a in arrays(1, 1, 9, 8)[:2])
+    output = np.empty_like(x)
+    assert heed.self_attention(x, output, d=8) is None
+    np.testing.assert_allclose(output, naive(*[x[None, None]] * 3)[0, 0], atol=1e-5)
+    grads = heed.self_attention_backward(do, x, d=8)
+    assert len(grads) == 3 and all(type(g) is np.ndarray and g.shape == x.shape for g in grads)
+    for n in range(3):  # of the three places where x enters, one is moved
+        parts = [x[None, None].astype(np.float64) for _ in range(3)]
+        step = rng.standard_normal(x.shape)
+        moved = []
+        for sign in 1, -1:
+            parts[n] = x[None, None] + sign * 1e-5 * step
+            moved.append((naive(*parts)[0, 0] * do).sum())
+        np.testing.assert_allclose((grads[n] * step).sum(), (moved[0] - moved[1]) / 2e-5, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_in_pages():
+    q, new_k, new_v = arrays(2, 1, 4, 8)
+    pages = [rng.standard_normal((5, 3, 4, 8)).astype(np.float32) for _ in range(2)]
+    table, lengths = np.array([[4, 1], [0, 2]]), np.array([2, 4], np.int32)
+    o = heed.attention_with_kvcache(q, *pages, new_k, new_v, lengths, table, causal=True)
+    for b, length in enumerate(lengths):
+        keys, values = (p[table[b]].reshape(1, 6, 4, 8)[:, : length + 1].swapaxes(1, 2) for p in pages)
+        np.testing.assert_array_equal(keys[0, :, -1], new_k[b, 0])
+        np.testing.assert_array_equal(values[0, :, -1], new_v[b, 0])
+        np.testing.assert_allclose(o[b : b + 1].swapaxes(1, 2), naive(q[b : b + 1].swapaxes(1, 2), keys, values), atol=1e-5)
+
+
 def test_dropout_follows_the_generator_of_numpy():
     q, k, v = arrays(1, 2, 20, 8)
     np.random.seed(0)

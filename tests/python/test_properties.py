@@ -86,21 +86,33 @@ def test_no_input_of_any_size_gives_nan_or_inf(data, device, size):
         most = q.abs().sum(-1).max() * p.k.double().abs().max() * scale
         q = q * (3e38 / most).clamp(max=1.0)
     largest = torch.finfo(p.q.dtype).max
-    o = heed.attention(q.clamp(-largest, largest).to(p.q.dtype), p.k, p.v, **p.options)
+    p.q = q.clamp(-largest, largest).to(p.q.dtype)
+    inputs = p.require_grad()
+    o = heed.attention(p.q, p.k, p.v, **p.options)
     assert o.isfinite().all()
+    # dk is a sum of q's rows, at most as large as those times what they are weighted with: not beyond what can be written.
+    weight = 1e-3 / max(1.0, p.q.double().abs().max().item() if p.q.numel() else 0.0)
+    grads = torch.autograd.grad(o, inputs, torch.randn_like(o) * weight)
+    assert all(grad.isfinite().all() for grad in grads)
 
 
 @given(data=st.data())
 @_FEW
 def test_a_sequence_and_a_key_head_depend_on_nothing_else(data, device):
     p = data.draw(problems(device, plain=True))
-    q, k, v = (_rows(p, t) for t in (p.q, p.k, p.v))
+    q, k, v = (_rows(p, t).requires_grad_() for t in (p.q, p.k, p.v))
     whole = heed.attention(q, k, v)
+    do = torch.randn_like(whole)
+    grads = torch.autograd.grad(whole, (q, k, v), do)
     b, g = data.draw(st.integers(0, q.shape[0] - 1)), data.draw(st.integers(0, k.shape[1] - 1))
     ratio = q.shape[1] // k.shape[1]
-    heads = slice(g * ratio, (g + 1) * ratio)
-    alone = heed.attention(q[b : b + 1, heads], k[b : b + 1, g : g + 1], v[b : b + 1, g : g + 1])
+    heads, group = slice(g * ratio, (g + 1) * ratio), slice(g, g + 1)
+    parts = [t.detach()[b : b + 1, which].requires_grad_() for t, which in ((q, heads), (k, group), (v, group))]
+    alone = heed.attention(*parts)
     assert torch.equal(alone[0], whole[b, heads])
+    of_parts = torch.autograd.grad(alone, parts, do[b : b + 1, heads])
+    for grad, of_all, which in zip(of_parts, grads, (heads, group, group), strict=True):
+        assert torch.equal(grad[0], of_all[b, which])
 
 
 @given(data=st.data())
