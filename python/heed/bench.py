@@ -335,6 +335,11 @@ def parse(arguments):
         for word in given:
             if word not in known:
                 p.error(f"{name}: '{word}' is not one of {', '.join(filter(None, known))}")
+    if o.plot:
+        try:
+            import matplotlib  # noqa: F401  # before minutes of measuring, not after
+        except ImportError as error:
+            p.error(f"--plot: needs matplotlib ({error})")
     return o
 
 

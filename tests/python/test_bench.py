@@ -82,6 +82,32 @@ def test_plot(name, magic, tmp_path, capsys):
     assert (tmp_path / ("again" + name)).exists()
 
 
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench, "Bench", None)
+    with pytest.raises(SystemExit):
+        bench.main([*SMALL, "--plot", "p.png"])
+    assert "--plot: needs matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peer", bench.PEERS)
+def test_every_peer_is_timed_where_it_runs(peer, device):
+    device = torch.device(device)
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    runner = bench.Bench(device, [peer], 1)
+    for causal in False, True:
+        for direction in "forward", "backward":
+            runner.measure(bench.Problem(dtype, 2, 4, 4, 64, 64, 64, causal), direction, peer)
+    timed = [(r.direction, r.causal) for r in runner.results]
+    if not timed:
+        pytest.skip(f"{peer}: {next(iter(runner.refused))[1]}")
+    if peer == "flex" and device.type == "cpu":  # which has no backward there
+        assert timed == [("forward", False), ("forward", True)]
+    else:
+        assert not runner.refused and len(timed) == 4
+    assert all(r.implementation == peer and r.ms > 0 and r.tflops > 0 and r.call_us > 0 for r in runner.results)
+
+
 def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
     for terminal in (True, False):
         shown = io.StringIO()
