@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -238,6 +239,24 @@ def test_the_stubs_of_the_extension_are_complete():
     stubs = ast.parse((Path(heed.__file__).parent / "_C.pyi").read_text())
     said = {node.name for node in stubs.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     assert said == {name for name in dir(heed._C) if not name.startswith("__")}
+
+
+def test_the_extension_keeps_to_the_stable_abi():
+    """Of Python's private names those that the macros of the limited API stand for; of its own names one."""
+    if shutil.which("nm") is None:
+        pytest.skip("there is no nm")
+    extension = Path(heed._C.__file__)
+    assert extension.name == "_C.abi3.so"
+
+    def names(kind):
+        listed = subprocess.run(["nm", "-D", kind, extension], capture_output=True, text=True, check=True).stdout
+        return {line.split()[-1].partition("@")[0] for line in listed.splitlines()}
+
+    used = {name for name in names("--undefined-only") if name.startswith(("Py", "_Py"))}
+    sized = {f"_{name}_SizeT" for name in ("PyArg_ParseTuple", "PyObject_CallFunction", "PyObject_CallMethod", "Py_BuildValue")}
+    stable = {"_PyObject_New", "_Py_Dealloc", "_Py_NoneStruct", "_Py_TrueStruct", "_Py_FalseStruct"} | sized
+    assert "PyModule_Create2" in used and {name for name in used if name.startswith("_")} <= stable
+    assert names("--defined-only") == {"PyInit__C"}
 
 
 def test_what_the_library_says_of_itself():
