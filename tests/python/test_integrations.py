@@ -339,6 +339,30 @@ def test_sdpa_is_heeds_while_activated(activated, rows, keys, causal, masked, de
     assert activated == [1] and all(torch.equal(a, b) for a, b in zip(again, want))
 
 
+@pytest.mark.filterwarnings("ignore:.*(Flash attention|fused kernels|ttention kernel not)")
+def test_what_other_backends_compute_stays_theirs(activated, device):
+    """The table in docs/python/pytorch.md."""
+    q, k, v = (t.to(device, torch.bfloat16 if device == "cuda" else None) for t in qkv(heads_k=2))
+    sdpa, mask = F.scaled_dot_product_attention, torch.zeros(12, 12, device=device, dtype=q.dtype)
+    heeds = [lambda: sdpa(q, k, v, enable_gqa=True), lambda: sdpa(k[0], k[0], v[0])]
+    theirs = [lambda: sdpa(k, k, v, attn_mask=mask.clone().requires_grad_())]
+    if device == "cpu":
+        heeds += [lambda: sdpa(k, k, v, attn_mask=mask), lambda: sdpa(k.double(), k.double(), v.double())]
+        theirs += [lambda: sdpa(k, k, v, dropout_p=0.5), lambda: sdpa(k, k, v[..., :8])]
+    else:
+        theirs += [lambda: sdpa(k, k, v, attn_mask=mask), lambda: sdpa(k.float(), k.float(), v.float())]
+    torch.nn.attention.activate_flash_attention_impl("heed")
+    for call in heeds:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            call()
+        assert activated.pop() == 1
+    for call in theirs:
+        call()
+        assert not activated
+        with pytest.raises(RuntimeError), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            call()
+
+
 def test_sdpa_with_dropout_repeats_with_the_seed(activated, device):
     q, k, v = (t.to(device, torch.bfloat16 if device == "cuda" else None) for t in qkv())
     torch.nn.attention.activate_flash_attention_impl("heed")

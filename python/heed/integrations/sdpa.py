@@ -7,7 +7,8 @@
     torch.nn.attention.restore_flash_attention_impl()
 
 PyTorch decides first which of its backends takes a call; what it would give to its flash attention then comes here: on
-CUDA fp16 and bf16 without a mask, on the CPU also fp32 and masks. Needs torch 2.11 or later.
+CUDA fp16 and bf16 without a mask, on the CPU also fp32, fp64 and masks without a gradient. varlen_attn and nested tensors
+stay PyTorch's. Needs torch 2.11 or later.
 """
 import torch
 import torch.nn.attention
