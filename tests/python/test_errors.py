@@ -209,17 +209,27 @@ def _calls(device):
     cache, pages = (torch.zeros(n, 16, 4, 8, device=device) for n in (2, 8))
     seen, table = torch.ones(5, 5, dtype=torch.bool, device=device), torch.tensor([[0, 1], [2, 3]], device=device)
     extras = {"mask": seen, "bias": x[:, :5], "alibi_slopes": x[0, :4], "sink": x[0, :4]}
+    of_two = {name: t[..., :2] if t.dim() == 1 else t[:4, :4] for name, t in extras.items()}  # heads, and 4 rows and keys
+    of_keys = extras | {name: extras[name][:1, :1] for name in ("mask", "bias")}
+    with_lengths = {"lengths_q": two, "lengths_k": two, "dropout_seed": two[:1]}
     new = {"k": rows, "v": rows, "cache_seqlens": two}
     return {
-        heed.attention: {"q": q, "k": q, "v": q, "lengths_q": two, "lengths_k": two, **extras},
-        functools.partial(heed.attention_varlen, max_seqlen_q=4, max_seqlen_k=4): {
-            "q": packed, "k": packed, "v": packed, "cu_seqlens_q": cu, "cu_seqlens_k": cu,
+        functools.partial(heed.attention, dropout_p=0.5): {"q": q, "k": q, "v": q, **with_lengths, **extras},
+        functools.partial(heed.attention_varlen, max_seqlen_q=4, max_seqlen_k=4, dropout_p=0.5): {
+            "q": packed, "k": packed, "v": packed, "cu_seqlens_q": cu, "cu_seqlens_k": cu, "lengths_k": two,
+            "dropout_seed": two[:1], **of_two,
         },
-        heed.attention_with_kvcache: {"q": rows, "k_cache": cache, "v_cache": cache.clone(), **new},
+        heed.attention_with_kvcache: {
+            "q": rows, "k_cache": cache, "v_cache": cache.clone(), "lengths_q": two, **new, **of_keys,
+        },
         functools.partial(heed.attention_with_kvcache, causal=True): {
             "q": rows, "k_cache": pages, "v_cache": pages.clone(), "block_table": table, **new,
         },
-        heed.attention_backward: {"do": q, "q": q, "k": q, "v": q, "o": o, "lse": lse, "dlse": lse},
+        functools.partial(heed.attention_backward, dropout_p=0.5): {
+            "do": q, "q": q, "k": q, "v": q, "o": o, "lse": lse, "dlse": lse, **with_lengths, **extras,
+        },
+        functools.partial(heed.explain, dropout_p=0.5): {"q": q, "k": q, "v": q, **with_lengths, **extras},
+        heed.fused_attention: {"Q": q, "K": q, "V": q},
         heed.scaled_dot_product_attention: {"query": q, "key": q, "value": q, "attn_mask": seen},
         heed.fused_attention_with_mask: {"Q": q, "K": q, "V": q, "mask": seen},
         heed.self_attention: {"x": x, "output": x.clone()},
@@ -227,6 +237,10 @@ def _calls(device):
         functools.partial(heed.naive_strided_attention, stride=2): {"q": q, "k": q, "v": q},
         heed.CustomStridedAttention(2): {"q": q, "k": q, "v": q},
         heed.nn.Attention(8, 2, device=device): {"x": q[:, 0], "context": q[:, 1]},
+        heed.nn.Attention(8, 4, rotary=True, device=device): {
+            "x": q[:, 0], "positions": torch.arange(5, device=device), "lengths": two, "mask": seen, "bias": x[:, :5],
+        },
+        heed.nn.rotate: {"x": rows, "positions": torch.arange(5, device=device)},
     }  # fmt: skip
 
 
@@ -239,6 +253,8 @@ def test_no_function_takes_anything_but_dense_tensors(device):
         function(**tensors)
         for name in tensors:
             for kind, value in bad.items():
+                if (name, kind) == ("dropout_seed", "int"):
+                    continue
                 try:
                     function(**tensors | {name: value})
                 except (TypeError, ValueError) as error:
