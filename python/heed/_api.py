@@ -40,6 +40,33 @@ def _attention(return_lse: bool, *arguments: Any) -> Any:
     return _arrays.attention(return_lse, Arguments(*arguments))
 
 
+def _prepare(arguments: Arguments) -> Arguments:
+    if _is_torch(arguments.q):
+        from heed import _torch
+
+        return _torch._prepare(arguments)
+    return _arrays._prepare(arguments)
+
+
+def _refuse(prepared: Arguments) -> None:
+    """An error where _attend(..., prepared) would be one, before anything is computed. A tracer finds out later."""
+    if _is_torch(prepared.q):
+        from heed import _torch
+
+        if _torch._is_seen(prepared):
+            return
+    _C.explain(None, False, *prepared)
+
+
+def _attend(return_lse: bool, prepared: Arguments) -> Any:
+    """_attention() of what _prepare() gave."""
+    if _is_torch(prepared.q):
+        from heed import _torch
+
+        return _torch.attend(return_lse, prepared)
+    return _C.forward(None, return_lse, *prepared)
+
+
 def _empty(like: Any, shape: Any, strides: Any, dtype: str) -> Any:
     if _is_torch(like):
         from heed import _torch
@@ -230,12 +257,7 @@ def explain(q: Any, k: Any, v: Any, *, backward: bool = False, chip: str | None 
     backward = flag("backward", backward)
     if options.get("dropout_seed") is None:
         options["dropout_seed"] = 0  # none is drawn for a call that is not made
-    arguments = Arguments(q, k, v, **options)
-    if _is_torch(q):
-        from heed import _torch
-
-        return _C.explain(chip, backward, *_torch._prepare(arguments))
-    return _C.explain(chip, backward, *_arrays._prepare(arguments))
+    return _C.explain(chip, backward, *_prepare(Arguments(q, k, v, **options)))
 
 
 def kernels() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from heed import _api, _arrays
@@ -54,6 +55,8 @@ def _check(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: An
         raise ValueError("cache_seqlens: is None, expected the lengths of the sequences that block_table lists")
     if k is None:
         return
+    if _arrays._is_jax(k_cache):
+        raise TypeError("k_cache: is an array of JAX, which cannot be written to; expected k and v to be None")
     if cache_seqlens is None:
         raise ValueError("cache_seqlens: is None, expected how many keys each sequence has before k and v are added")
     if k_cache.shape[:2] != v_cache.shape[:2]:
@@ -89,9 +92,9 @@ def _on(cache: Any) -> dict[str, Any]:
     return {"device": cache.device} if _api._is_torch(cache) else {}
 
 
-def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
+def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, block_table: Any, check: Callable[[], Any]) -> None:
     """Writes k and v behind the keys that are there. On a GPU nothing waits, so a row that does not fit is dropped; on the
-    CPU it is an error."""
+    CPU it is an error. check: what else may be one, asked before anything is written."""
     count = k.shape[1]
     if _api._is_torch(k_cache):
         import torch as xp
@@ -103,14 +106,15 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, block_tabl
         xp = _arrays._namespace(k_cache)
         on_host = _arrays.on_host(k_cache)
     pages, rows, inside = _places(xp, lengths, count, k_cache, block_table)
+    if on_host and not bool(inside.all()):
+        longest = int(lengths.max()) + count
+        raise ValueError(
+            f"cache_seqlens: {longest} keys in one sequence, or a page that is not there; the cache has "
+            f"{_capacity(k_cache, block_table)} places for each"
+            + ("" if block_table is None else f" in {k_cache.shape[0]} pages")
+        )
+    check()
     if on_host:
-        if not bool(inside.all()):
-            longest = int(lengths.max()) + count
-            raise ValueError(
-                f"cache_seqlens: {longest} keys in one sequence, or a page that is not there; the cache has "
-                f"{_capacity(k_cache, block_table)} places for each"
-                + ("" if block_table is None else f" in {k_cache.shape[0]} pages")
-            )
         for cache, new in ((k_cache, k), (v_cache, v)):
             cache[pages, rows] = new.reshape(-1, *new.shape[2:])
         return
@@ -166,12 +170,14 @@ def attention_with_kvcache(
     if _api._is_torch(q):
         _refuse_gradient("bias", bias)
         _refuse_gradient("sink", sink)
-    lengths = cache_seqlens
-    if k is not None:
-        _append(k_cache, v_cache, k, v, cache_seqlens, block_table)
-        lengths = cache_seqlens + k.shape[1]
+    return_lse = flag("return_lse", return_lse)
+    lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
     arguments = Arguments(
         q, k_cache, v_cache, "bshd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,
         lengths_q=lengths_q, lengths_k=lengths, deterministic=deterministic, precision=precision, block_table=block_table,
     )  # fmt: skip
-    return _api._attention(flag("return_lse", return_lse), *arguments)
+    if k is None:
+        return _api._attention(return_lse, *arguments)
+    prepared = _api._prepare(arguments)
+    _append(k_cache, v_cache, k, v, cache_seqlens, block_table, lambda: _api._refuse(prepared))
+    return _api._attend(return_lse, prepared)

@@ -102,7 +102,10 @@ def _is_seen(a: Arguments) -> bool:
 
 
 def attention(return_lse: bool, a: Arguments) -> Any:
-    a = _prepare(a)
+    return attend(return_lse, _prepare(a))
+
+
+def attend(return_lse: bool, a: Arguments) -> Any:
     if not torch.compiler.is_compiling():
         _check_tangents(a)
     if _is_seen(a):

@@ -128,8 +128,19 @@ def test_a_cache_says_what_is_wrong(device):
         assert torch.equal(before, cache)
         with torch.no_grad():
             assert not call(q, cache, cache, **wants).requires_grad
+    for text, wrong in [
+        ("mask: rows is 3", {"mask": torch.ones(3, 4, dtype=torch.bool, device=device)}),
+        ("bias: dtype is int64", {"bias": torch.ones(1, 4, dtype=torch.int64, device=device)}),
+        ("alibi: heads is 3", {"alibi_slopes": torch.ones(3, device=device)}),
+        ("mask: is a list", {"mask": [True]}),
+        ("stride: is 0", {"stride": 0}),
+        ("window: is 3", {"window": 3}),
+        ("return_lse: is a", {"return_lse": torch.ones(3)}),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=text):
+            call(q, cache, cache, new, new, lengths, **wrong)
+        assert torch.equal(before, cache)
     if device == "cpu":
-        before = cache.clone()
         with pytest.raises(ValueError, match="cache_seqlens: 5 keys"):
             call(q, cache, cache.clone(), new, new, torch.tensor([1, 4]))
         with pytest.raises(ValueError, match="3 pages"):

@@ -280,6 +280,10 @@ def test_jax_arrays(monkeypatch):
     np.testing.assert_array_equal(np.asarray(o), heed.attention(q, k, v, causal=True))
     grads = heed.attention_backward(o, *map(jnp.asarray, (q, k, v)), o, lse, causal=True)
     assert all(isinstance(g, jnp.ndarray) for g in grads)
+    cache = [jnp.asarray(a.swapaxes(1, 2)) for a in (q, k, v)]
+    np.testing.assert_allclose(heed.attention_with_kvcache(*cache).swapaxes(1, 2), heed.attention(q, k, v), atol=1e-6)
+    with pytest.raises(TypeError, match="k_cache: is an array of JAX, which cannot be written to"):
+        heed.attention_with_kvcache(*cache, cache[1], cache[2], jnp.asarray([0]))
     with pytest.raises(ValueError, match="output: is a .* that does not let its memory be written"):
         heed.self_attention(jnp.ones((2, 64)), jnp.ones((2, 64)))
 
@@ -324,9 +328,9 @@ def test_a_cache_on_a_gpu_is_not_waited_for(paged):
     lengths = np.array([1, 1 if paged else 3])
     table = np.array([[0, 1], [9, 3]]) if paged else None  # there is no page 9
     with pytest.raises(ValueError, match="3 keys .* 6 pages" if paged else "5 keys"):
-        heed._kvcache._append(*(a.copy() for a in caches), *new, lengths, table)
+        heed._kvcache._append(*(a.copy() for a in caches), *new, lengths, table, list)
     given = [there(a.copy()) for a in caches]
-    heed._kvcache._append(*given, *map(there, new), there(lengths), there(table) if paged else None)
+    heed._kvcache._append(*given, *map(there, new), there(lengths), there(table) if paged else None, list)
     for after, want, rows in zip(given, caches, new, strict=True):
         want[[0, 1] if paged else [0, 0], [1, 0] if paged else [1, 2]] = rows[0]
         want[(3, 0) if paged else (1, 3)] = rows[1, 1 if paged else 0]
