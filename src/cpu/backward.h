@@ -49,8 +49,9 @@ static void prepare_rows(void *context, int64_t index, int thread)
     int64_t i0 = block * x->f.block;
     heed_span s;
     (void)thread;
+    const int elsewhere = !HEED_SPLIT && is_left(&x->j, b * p->Hk + h / p->G);
     heed_span_of(p, b, &s);
-    if (i0 >= s.padded_rows || (!HEED_SPLIT && is_left(&x->j, b * p->Hk + h / p->G)))
+    if (i0 >= s.padded_rows || (elsewhere && h > 0))
         return;
     int64_t first = s.keys, last = 0, i1 = HEED_MIN(i0 + x->f.block, s.rows);
     for (int64_t i = i0; i < i1; i++) {
@@ -59,13 +60,15 @@ static void prepare_rows(void *context, int64_t index, int thread)
         if (q.first < q.last)
             first = HEED_MIN(first, q.first), last = HEED_MAX(last, q.last);
     }
-    if (!x->f.delta_late && i0 < i1)
-        delta_of_rows(at_bytes(&x->j, x->f.delta) + row_index(x, &s, h, i0), p, &s, h, i0, i1 - i0);
     row_bounds bounds = { 0, -1 };
     if (first < last)
         bounds = (row_bounds){ (int32_t)(first / x->f.key_block), (int32_t)((last - 1) / x->f.key_block) };
-    if (h == 0)
+    if (h == 0) /* for all heads, some of which may be computed here even if this one is not */
         *bounds_of(x, &s, block) = bounds;
+    if (elsewhere)
+        return;
+    if (!x->f.delta_late && i0 < i1)
+        delta_of_rows(at_bytes(&x->j, x->f.delta) + row_index(x, &s, h, i0), p, &s, h, i0, i1 - i0);
     atomic_init(turn_of(x, &s, h, block), bounds.first);
 
     int64_t from = first < last ? HEED_MAX(i0, s.rows) : i0, to = HEED_MIN(i0 + x->f.block, s.padded_rows);
