@@ -95,7 +95,8 @@ typedef struct test_case {
     int buffer_count;
 } test_case;
 
-/* q, k, v and d_o are random; the results of forward and backward are allocated. Padding holds NaN. */
+/* q, k, v and d_o are random; the results of forward and backward are allocated. Padding holds NaN. A kernel without a
+ * name is any: the planner is free to choose. */
 test_case case_new(const heed_kernel_info *kernel, case_shape shape);
 void case_free(test_case *c);
 void free_since(test_case *c, int buffer_count); /* what was allocated since the case had this many buffers */

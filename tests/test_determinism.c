@@ -280,7 +280,7 @@ static void expect_member(const heed_kernel_info *kernel, test_case *c, const in
     int64_t row = 0, key = 0, n = rows[member], m = keys[member];
     for (int before = 0; before < member; before++)
         row += rows[before], key += keys[before];
-    test_case one = case_new(kernel, (case_shape){ .Hq = 2, .Sq = n, .Sk = m, .D = 24 });
+    test_case one = case_new(kernel, (case_shape){ .Hq = 2, .Sq = n, .Sk = m, .D = c->a.q.shape[3] });
     one.a.q = slice(c->a.q, 2, row, 1, n), one.g.d_o = slice(c->g.d_o, 2, row, 1, n);
     one.a.k = slice(c->a.k, 2, key, 1, m), one.a.v = slice(c->a.v, 2, key, 1, m);
     run(&one);
@@ -309,6 +309,124 @@ TEST(a_ragged_batch_is_its_members)
             }
             case_free(&c);
         }
+}
+
+/* ---- Where the planner chooses ---------------------------------------------------------------------------------- *
+ *
+ * It goes by the longest sequence of a ragged batch. A short one by itself may get another row: AMX leaves it to that one
+ * (scores.h), which no row that is forced does. */
+
+#ifdef HEED_X86
+static void expect_row_on_amx(const test_case *c, const char *family)
+{
+    for (int backward = 0; backward < 2; backward++) {
+        char text[2048], taken[64];
+        snprintf(taken, sizeof taken, "%s_cpu_%s: taken", backward ? "backward" : "forward", family);
+        assert_int_equal(heed_explain(&c->a, backward ? &c->g : NULL, &c->x, "amx", text, sizeof text), HEED_OK);
+        if (!strstr(text, taken))
+            fail_msg("no \"%s\" in:\n%s", taken, text);
+    }
+}
+
+/* What the tests below are about: on AMX these sequences get different rows by themselves, and one of these together. */
+TEST(long_and_short_sequences_differ_in_rows_on_amx)
+{
+    static const char *const rows[][2] = { { "avx512_f32", "amxsplit_f32" },
+                                           { "avx512_f16", "amxhalf_f16" },
+                                           { "amx_bf16", "amx_bf16" } };
+    static const int32_t lengths[] = { 3, 600 };
+    for (heed_dtype dtype = HEED_F32; dtype <= HEED_BF16; dtype++)
+        for (int n = 0; n < 3; n++) { /* the short one, the long one, both */
+            const heed_kernel_info any = { .backend = HEED_CPU, .backward = 1, .dtype = dtype };
+            case_shape shape = { .Hq = 2, .Sq = n < 2 ? lengths[n] : 0, .D = 64 };
+            if (n == 2)
+                shape.B = 2, shape.form = RAGGED, shape.rows_of = shape.keys_of = lengths;
+            test_case c = case_new(&any, shape);
+            expect_row_on_amx(&c, rows[dtype][n > 0]);
+            case_free(&c);
+        }
+}
+#endif
+
+TEST(a_ragged_batch_is_its_members_whichever_rows_are_chosen)
+{
+    static const int32_t lengths[] = { 3, 600, 3 };
+    for (heed_dtype dtype = HEED_F32; dtype <= HEED_BF16; dtype++)
+        for (int threads = 1; threads <= 3; threads += 2) {
+            const heed_kernel_info any = { .backend = HEED_CPU, .backward = 1, .dtype = dtype };
+            const case_shape shape = {
+                .B = 3, .Hq = 2, .D = 64, .form = RAGGED, .rows_of = lengths, .keys_of = lengths
+            };
+            test_case c = case_new(&any, shape);
+            c.x.threads = threads;
+            run(&c);
+            for (int member = 0; member < 3; member++)
+                expect_member(&any, &c, lengths, lengths, member);
+            case_free(&c);
+        }
+}
+
+typedef heed_status left_kernel(const heed_problem *, const heed_plan *, const heed_exec *, unsigned char *);
+
+/* Runs one pass of the case's row over the heads that are left, and only these. */
+static void run_left(test_case *c, heed_pass pass, left_kernel *kernel, unsigned char *left)
+{
+    heed_exec x;
+    heed_problem p;
+    heed_device d;
+    heed_plan plan;
+    assert_int_equal(case_exec(c, pass, &x), HEED_OK);
+    x.workspace = case_memory(c, x.workspace_bytes, 0);
+    assert_int_equal(heed_check(&c->a, pass == HEED_BACKWARD ? &c->g : NULL, &x, 0, &p), HEED_OK);
+    assert_int_equal(heed_device_of(&x, &d), HEED_OK);
+    assert_int_equal(heed_choose(&p, &d, x.kernel, &plan, NULL), HEED_OK);
+    assert_int_equal(kernel(&p, &plan, &x, left), HEED_OK);
+    case_guards(c);
+}
+
+/* The other side of it, on any machine: the row that takes what was left computes those heads, with the bits that it gives
+ * them by itself, and touches no other. */
+static void expect_left(const char *row, left_kernel *forward, left_kernel *backward)
+{
+    static const int32_t lengths[] = { 3, 300, 90 };
+    unsigned char left[6] = { 1, 1, 0, 1, 0, 0 }; /* of three sequences with two key heads */
+    const heed_kernel_info kernel = { .name = row, .backend = HEED_CPU, .backward = 1 };
+    const case_shape shape = {
+        .B = 3, .Hq = 4, .Hk = 2, .D = 64, .form = RAGGED, .rows_of = lengths, .keys_of = lengths
+    };
+    test_case c = case_new(&kernel, shape);
+    heed_tensor whole[OUTPUTS], unwritten = case_tensor(&c, HEED_F32, c.a.q.shape, NULL);
+    run(&c);
+    renew(&c, whole);
+    run_left(&c, HEED_FORWARD, forward, left);
+    for (int pass = 0; pass < 2; pass++) {
+        if (pass) {
+            c.a.o = whole[OUT_O], c.a.lse = whole[OUT_LSE];
+            run_left(&c, HEED_BACKWARD, backward, left);
+        }
+        for (int which = pass ? OUT_DQ : 0; which < (pass ? OUT_DBIAS : OUT_DQ); which++)
+            for (int64_t n = 0, at = 0; n < 6; at += n % 2 ? lengths[n / 2] : 0, n++) {
+                heed_tensor *t = output_of(&c, which), parts[2];
+                const int64_t heads = t->shape[1] / 2, columns = t->shape[3];
+                for (int side = 0; side < 2; side++) {
+                    heed_tensor of = side ? *t : left[n] ? whole[which] : slice(unwritten, 3, 0, 1, columns);
+                    parts[side] = slice(slice(of, 1, n % 2 * heads, 1, heads), 2, at, 1, lengths[n / 2]);
+                }
+                expect_same_bits(&c, left[n] ? "a head that was left" : "a head that was not", &parts[0], &parts[1]);
+            }
+    }
+    case_free(&c);
+}
+
+TEST(heads_that_are_left_to_another_row_are_computed_and_no_others)
+{
+    expect_left("backward_cpu_plain_f32", heed_forward_left_plain, heed_backward_left_plain);
+#ifdef HEED_X86
+    heed_device d;
+    assert_int_equal(heed_device_of(&(heed_exec){ 0 }, &d), HEED_OK);
+    if (d.isa >= HEED_ISA_AVX512)
+        expect_left("backward_cpu_avx512_f32", heed_forward_left_avx512, heed_backward_left_avx512);
+#endif
 }
 
 /* Gradients of a long member, given the same o and lse, too: a lone sequence may get other tiles of the forward. */
@@ -395,6 +513,11 @@ int main(void)
         cmocka_unit_test(a_group_is_its_heads),
         cmocka_unit_test(heads_do_not_depend_on_how_many_there_are),
         cmocka_unit_test(a_ragged_batch_is_its_members),
+#ifdef HEED_X86
+        cmocka_unit_test(long_and_short_sequences_differ_in_rows_on_amx),
+#endif
+        cmocka_unit_test(a_ragged_batch_is_its_members_whichever_rows_are_chosen),
+        cmocka_unit_test(heads_that_are_left_to_another_row_are_computed_and_no_others),
         cmocka_unit_test(gradients_of_a_long_ragged_batch_are_its_members),
         cmocka_unit_test(gradients_of_many_biases_are_those_of_each_head),
     };
