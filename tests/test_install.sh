@@ -29,6 +29,14 @@ expect soname "libheed.so.${version%.*}" "$(objdump -p "$lib/libheed.so" | awk '
 declared=$(sed -n 's/^HEED_API .*[ *]\(heed_[a-z_]*\)(.*/\1/p' "$prefix/include/heed.h" | sort)
 exported=$(nm -D --defined-only "$lib/libheed.so" | awk '$2 == "T" { sub(/@.*/, "", $3); print $3 }' | sort)
 expect "exported symbols" "$declared" "$exported"
+# It has no way to print, to abort or to exit; nor, the CUDA runtime aside, to allocate or to write to a file.
+surprises='[a-z]*printf(_chk)?|f?put(s|c|char)|perror|abort|_*exit|_Exit|quick_exit|__assert_fail|raise'
+if ! "$prefix/bin/heed" info | grep -q forward_cuda_; then
+    surprises="$surprises|malloc|calloc|realloc|reallocarray|free|aligned_alloc|memalign|posix_memalign|mmap|f?open|f?write"
+fi
+imported=$(nm -D --undefined-only "$lib/libheed.so" | awk '{ sub(/@.*/, "", $2); print $2 }')
+echo "$imported" | grep -q vsnprintf # of messages: nm shows what there is
+expect "imported symbols" "" "$(echo "$imported" | grep -vxE '_*v?snprintf(_chk)?' | grep -xE "_*($surprises)")"
 if objdump -p "$lib/libheed.so" "$prefix/bin/heed" | grep 'NEEDED.*\(libstdc++\|libcuda\)' >&2; then
     echo "the library or the program needs these, and would not start where they are missing" >&2
     exit 1

@@ -1,4 +1,4 @@
-/* heed.h: the workspace is "Linear in the number of tokens", asked for in advance, and "heed allocates nothing". */
+/* heed.h: the workspace is "Linear in the number of tokens", and asked for in advance. */
 #include "harness.h"
 
 static size_t workspace_of(const heed_kernel_info *kernel, case_shape shape)
@@ -58,52 +58,12 @@ TEST(one_byte_too_few_is_refused)
     }
 }
 
-/* glibc lets a program define malloc(); the sanitizers need their own. */
-#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(__clang__)
-#define COUNTS_ALLOCATIONS 1
-void *__libc_malloc(size_t bytes);
-static int allocations;
-
-void *malloc(size_t bytes)
-{
-    allocations++;
-    return __libc_malloc(bytes);
-}
-
-TEST(heed_allocates_nothing)
-{
-    for_each_kernel(EITHER_PASS, kernel) {
-        test_case c = case_new(&kernel, (case_shape){ .B = 2, .Hq = 2, .Sq = 100, .D = 32 });
-        size_t forward, backward;
-        case_bias(&c, kernel.dtype, 1, 2, 100, 100);
-        case_sink(&c);
-        c.a.causal = 1;
-        c.x.threads = 1; /* OpenMP allocates for its threads */
-        assert_int_equal(heed_workspace_size(&c.a, NULL, &c.x, &forward), HEED_OK);
-        assert_int_equal(heed_workspace_size(&c.a, &c.g, &c.x, &backward), HEED_OK);
-        c.x.workspace_bytes = HEED_MAX(forward, backward);
-        c.x.workspace = case_memory(&c, c.x.workspace_bytes, 0);
-        heed_forward(&c.a, &c.x), heed_backward(&c.a, &c.g, &c.x); /* a GPU's runtime loads a kernel when first used */
-        int before = allocations;
-        assert_int_equal(heed_forward(&c.a, &c.x), HEED_OK);
-        assert_int_equal(heed_backward(&c.a, &c.g, &c.x), HEED_OK);
-        assert_int_equal(allocations, before);
-        free(malloc(1));
-        assert_true(allocations > before || !"the counter counts");
-        case_free(&c);
-    }
-}
-#endif
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_workspace_is_linear_in_tokens),
         cmocka_unit_test(a_ragged_workspace_is_linear_in_tokens),
         cmocka_unit_test(one_byte_too_few_is_refused),
-#ifdef COUNTS_ALLOCATIONS
-        cmocka_unit_test(heed_allocates_nothing),
-#endif
     };
     return RUN_TESTS(tests);
 }
