@@ -100,9 +100,9 @@ typedef enum heed_dtype {
  *     bhsd    stride = { H*S*D, S*D, D, 1 }       or all four strides 0: packed, the same thing
  *     bshd    stride = { S*H*D, D, H*D, 1 }
  *
- * Inputs may have zero (broadcast) and negative strides; the elements of an output must not overlap each other or an
- * input. data must be aligned to its dtype. A tensor with data == NULL is absent, which is legal where the field says
- * "optional", and where the tensor holds no element. */
+ * Inputs may have zero (broadcast) and negative strides; the elements of an output must not overlap each other or
+ * anything else that the call reads or writes. data must be aligned to its dtype. A tensor with data == NULL is absent,
+ * which is legal where the field says "optional", and where the tensor holds no element. */
 typedef struct heed_tensor {
     void *data;
     heed_dtype dtype;
@@ -219,8 +219,9 @@ typedef struct heed_exec {
     int device;      /* HEED_CUDA: which one, in the order of the CUDA runtime */
     void *stream;    /* HEED_CUDA: a cudaStream_t; NULL is the default stream. Calls return before the work is done.
                      Elsewhere ignored: the work is done when the call returns. */
-    void *workspace; /* heed_workspace_size() bytes in the backend's memory, aligned to 16 bytes; free to be reused as
-                        soon as the call's work is done. What it holds before does not matter. */
+    void *workspace; /* heed_workspace_size() bytes in the backend's memory, or more, aligned to 16 bytes and apart from
+                        all else that the call reads or writes; free to be reused as soon as the call's work is done.
+                        What it holds before does not matter. */
     size_t workspace_bytes;
     int threads; /* HEED_CPU: at most this many; 0: what heed_set_threads() said, else OpenMP's number. One thread is
                     used for work of some microseconds and inside a parallel region of the caller's. */

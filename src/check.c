@@ -8,6 +8,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 #define BAD(...) return heed_fail(HEED_BAD_ARGUMENT, __VA_ARGS__)
 
@@ -343,12 +344,14 @@ typedef struct named {
     const heed_tensor *t;
 } named;
 
+/* Of a backward: 17 tensors, 6 arrays of integers, the workspace. */
+enum { MOST_MEMORY = 24 };
+
 /* The first `outputs` of the tensors are written: none of them may share an element with any other, or with itself.
  * Most pairs lie apart, which the first and last address tell; only the rest are looked at closely. */
 static heed_status check_memory(const named *tensors, int outputs, int total)
 {
-    enum { MOST = 20 };
-    uintptr_t begin[MOST], end[MOST];
+    uintptr_t begin[MOST_MEMORY], end[MOST_MEMORY];
     for (int i = 0; i < total; i++) {
         const heed_tensor *t = tensors[i].t;
         begin[i] = UINTPTR_MAX, end[i] = 0; /* absent: apart from all */
@@ -369,22 +372,94 @@ static heed_status check_memory(const named *tensors, int outputs, int total)
     return HEED_OK;
 }
 
-static heed_status check_overlap(const heed_problem *p)
+/* No memory is longer than this many elements of any type: what claims to be ends here, so that nothing overflows. */
+#define MOST_ELEMENTS ((int64_t)1 << 55)
+
+/* Memory that no tensor describes, as the view of one. */
+static heed_tensor view_of(const void *data, heed_dtype dtype, int64_t rows, int64_t columns, int64_t step)
+{
+    return (heed_tensor){ .data = (void *)(uintptr_t)data,
+                          .dtype = dtype,
+                          .shape = { 1, 1, HEED_MIN(rows, MOST_ELEMENTS / HEED_MAX(step, 1)), columns },
+                          .stride = { 0, 0, step, 1 } };
+}
+
+/* Appends the integers that the call will read. Planning has none: what stands for them has another size. */
+static int add_integers(const heed_problem *p, named *list, int total, heed_tensor views[6])
+{
+    const heed_attention *a = &p->a;
+    const struct {
+        const char *name;
+        const int32_t *data;
+        int64_t count;
+    } arrays[] = { { "lengths_q", a->lengths_q, p->B },
+                   { "lengths_k", a->lengths_k, p->B },
+                   { "offsets_q", a->offsets_q, p->B + 1 },
+                   { "offsets_k", a->offsets_k, p->B + 1 } };
+    int made = 0;
+    for (int n = 0; n < 4; n++)
+        if (arrays[n].data) {
+            views[made] = view_of(arrays[n].data, HEED_F32, 1, arrays[n].count, 0); /* 4 bytes each */
+            list[total++] = (named){ arrays[n].name, &views[made++] };
+        }
+    if (a->block_table) {
+        views[made] = view_of(a->block_table, HEED_F32, p->B, a->block_table_columns, a->block_table_stride);
+        list[total++] = (named){ "block_table", &views[made++] };
+    }
+    if (a->dropout_seed_at && p->drop_below) {
+        views[made] = view_of(a->dropout_seed_at, HEED_F64, 1, 1, 0);
+        list[total++] = (named){ "dropout_seed_at", &views[made++] };
+    }
+    return total;
+}
+
+static heed_status check_overlap(const heed_problem *p, const heed_exec *x, int planning)
 {
     const heed_attention *a = &p->a;
     const heed_gradient *g = &p->g;
-    const named forward[] = { { "o", &a->o },       { "lse", &a->lse },     { "q", &a->q },
-                              { "k", &a->k },       { "v", &a->v },         { "mask", &a->mask },
-                              { "bias", &a->bias }, { "alibi", &a->alibi }, { "sink", &a->sink } };
-    const named backward[] = { { "d_q", &g->d_q },       { "d_k", &g->d_k },       { "d_v", &g->d_v },
-                               { "d_bias", &g->d_bias }, { "d_sink", &g->d_sink }, { "d_o", &g->d_o },
-                               { "d_lse", &g->d_lse },   { "delta", &g->delta },   { "o", &a->o },
-                               { "lse", &a->lse },       { "q", &a->q },           { "k", &a->k },
-                               { "v", &a->v },           { "mask", &a->mask },     { "bias", &a->bias },
-                               { "alibi", &a->alibi },   { "sink", &a->sink } };
-    if (p->pass == HEED_FORWARD)
-        return check_memory(forward, 2, (int)(sizeof forward / sizeof *forward));
-    return check_memory(backward, 5, (int)(sizeof backward / sizeof *backward));
+    const int64_t bytes = (int64_t)HEED_MIN(x->workspace_bytes, (size_t)MOST_ELEMENTS);
+    const heed_tensor workspace = view_of(planning ? NULL : x->workspace, HEED_BOOL, 1, bytes, 0);
+    heed_tensor integers[6];
+    named list[MOST_MEMORY];
+    int written, total;
+    if (p->pass == HEED_FORWARD) {
+        const named all[] = { { "workspace", &workspace },
+                              { "o", &a->o },
+                              { "lse", &a->lse },
+                              { "q", &a->q },
+                              { "k", &a->k },
+                              { "v", &a->v },
+                              { "mask", &a->mask },
+                              { "bias", &a->bias },
+                              { "alibi", &a->alibi },
+                              { "sink", &a->sink } };
+        memcpy(list, all, sizeof all);
+        written = 3, total = (int)(sizeof all / sizeof *all);
+    } else {
+        const named all[] = { { "workspace", &workspace },
+                              { "d_q", &g->d_q },
+                              { "d_k", &g->d_k },
+                              { "d_v", &g->d_v },
+                              { "d_bias", &g->d_bias },
+                              { "d_sink", &g->d_sink },
+                              { "d_o", &g->d_o },
+                              { "d_lse", &g->d_lse },
+                              { "delta", &g->delta },
+                              { "o", &a->o },
+                              { "lse", &a->lse },
+                              { "q", &a->q },
+                              { "k", &a->k },
+                              { "v", &a->v },
+                              { "mask", &a->mask },
+                              { "bias", &a->bias },
+                              { "alibi", &a->alibi },
+                              { "sink", &a->sink } };
+        memcpy(list, all, sizeof all);
+        written = 6, total = (int)(sizeof all / sizeof *all);
+    }
+    if (!planning)
+        total = add_integers(p, list, total, integers);
+    return check_memory(list, written, total);
 }
 
 static int rows_aligned(const heed_tensor *t)
@@ -437,7 +512,7 @@ heed_status heed_check(const heed_attention *a, const heed_gradient *g, const he
     if ((s = heed_check_forms(&p->a, planning)) || (s = check_inputs(p, x->backend, planning)) ||
         (s = check_results(p, planning)) || (s = check_scale(p)) || (s = check_band(p)) || (s = check_positions(p)) ||
         (s = check_dropout(p)) || (s = check_extras(p, planning)) || (g && (s = check_gradient(p, planning))) ||
-        (s = check_overlap(p)))
+        (s = check_overlap(p, x, planning)))
         return s;
     p->aligned = all_aligned(p);
     heed_span_full(p, &p->full);

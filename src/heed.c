@@ -90,9 +90,12 @@ heed_status heed_workspace_size(const heed_attention *a, const heed_gradient *g,
 {
     heed_call made, *call;
     heed_status s;
+    heed_exec asking = { 0 };
     if (!bytes)
         return heed_fail(HEED_BAD_ARGUMENT, "bytes: is NULL");
-    if ((s = plan_call(a, g, x, &made, &call)))
+    if (x)
+        asking = *x, asking.workspace = NULL; /* one that was used before says nothing about the one to come */
+    if ((s = plan_call(a, g, x ? &asking : NULL, &made, &call)))
         return s;
     *bytes = call->plan.workspace_bytes;
     return HEED_OK;

@@ -4,8 +4,8 @@
  *
  *     as given      the caller's structs. Of an address the rules ask only whether it is NULL, and its last four bits
  *     problem       what check.c made of them; the new addresses are put into it
- *     reach         of each tensor: its first and last byte, counted from its address. Where the memory of a result
- *                   might meet that of another tensor, the call is checked in full
+ *     reach         of each tensor and array of integers: its first and last byte, counted from its address. Where the
+ *                   memory of a result or the workspace might meet another's, the call is checked in full
  */
 #include "internal.h"
 
@@ -39,9 +39,11 @@ typedef struct kept {
     int threads;
     heed_pass pass;
     heed_call call;
-    int there, written;      /* how many tensors have an element, and how many of them are results */
-    uint8_t tensor[TENSORS]; /* which: results first */
-    int64_t low[TENSORS], high[TENSORS];
+    int there, written;          /* how many tensors have an element, and how many of them are results */
+    uint8_t tensor[1 + TENSORS]; /* which, from 1 on: results first */
+    int64_t low[1 + TENSORS], high[1 + TENSORS];
+    int pointers; /* whether there are any; each leads to so many bytes */
+    int64_t reach[POINTERS];
 } kept;
 
 typedef struct memory {
@@ -137,15 +139,32 @@ static void put_addresses(heed_problem *p, const heed_attention *a, const heed_g
     p->a.dropout_seed = a->dropout_seed;
 }
 
-static int may_overlap(kept *k)
+/* Bytes that a pointer leads to, or more than that: what might overlap is then looked at closely. */
+static int64_t reach_of_pointer(const heed_problem *p, int n)
+{
+    const int64_t most = (int64_t)1 << 56, each = HEED_MAX(p->a.block_table_stride, 1);
+    if (pointers[n] == A(dropout_seed_at))
+        return sizeof(uint64_t);
+    return (int64_t)sizeof(int32_t) * (pointers[n] == A(block_table) ? HEED_MIN(p->B, most / each) * each : p->B + 1);
+}
+
+static int may_overlap(kept *k, const heed_exec *x)
 {
     heed_problem *p = &k->call.problem;
-    uintptr_t begin[TENSORS], end[TENSORS];
-    for (int i = 0; i < k->there; i++) {
+    uintptr_t begin[1 + TENSORS], end[1 + TENSORS]; /* the workspace first, of which there may be none */
+    begin[0] = (uintptr_t)x->workspace;
+    end[0] = begin[0] ? begin[0] + HEED_MIN(x->workspace_bytes, UINTPTR_MAX - begin[0]) : 0;
+    for (int i = 1; i <= k->there; i++) {
         const uintptr_t data = (uintptr_t)tensor_at(&p->a, &p->g, k->tensor[i])->data;
         begin[i] = data + (uintptr_t)k->low[i], end[i] = data + (uintptr_t)k->high[i];
-        for (int j = 0; j < i && j < k->written; j++)
+        for (int j = 0; j < i && j <= k->written; j++)
             if (begin[j] < end[i] && begin[i] < end[j])
+                return 1;
+    }
+    for (int n = 0; n < POINTERS && k->pointers; n++) {
+        const uintptr_t data = (uintptr_t)pointer_at(&p->a, n), data_end = data + (uintptr_t)k->reach[n];
+        for (int j = 0; data && j <= k->written; j++)
+            if (begin[j] < data_end && data < end[j])
                 return 1;
     }
     return 0;
@@ -163,7 +182,7 @@ heed_call *heed_recall(const heed_attention *a, const heed_gradient *g, const he
             continue;
         m->last = i;
         put_addresses(&k->call.problem, a, g);
-        return may_overlap(k) ? NULL : &k->call;
+        return may_overlap(k, x) ? NULL : &k->call;
     }
     return NULL;
 }
@@ -186,9 +205,14 @@ void heed_remember(const heed_attention *a, const heed_gradient *g, const heed_e
         if (!t->data || heed_elements(t) == 0)
             continue;
         heed_addresses(t, &begin, &end);
+        k->tensor[++k->there] = (uint8_t)n;
         k->low[k->there] = (int64_t)(begin - (uintptr_t)t->data);
         k->high[k->there] = (int64_t)(end - (uintptr_t)t->data);
-        k->tensor[k->there++] = (uint8_t)n;
         k->written += n < range_of[k->pass].first + range_of[k->pass].results;
+    }
+    k->pointers = 0;
+    for (int n = 0; n < POINTERS; n++) {
+        k->pointers |= pointer_at(a, n) != NULL;
+        k->reach[n] = reach_of_pointer(&k->call.problem, n);
     }
 }

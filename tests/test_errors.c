@@ -376,6 +376,27 @@ static void packed_buffers_are_accepted(void **state)
     free(m);
 }
 
+/* Lengths between the batches of o, which has room for them, a workspace there too, and next to each other: nothing is shared.
+ * A workspace that was used before says nothing about how large the next must be. */
+static void memory_between_that_of_others_is_accepted(void **state)
+{
+    (void)state;
+    memory *m = new_memory();
+    call c = good(m);
+    padded(&c);
+    memcpy(m->o + 96, m->lengths_k, sizeof m->lengths_k);
+    c.a.lengths_k = (const int32_t *)(m->o + 96);
+    strides(&c.a.o, 160, 24, 8, 1);
+    c.x.workspace = m->o + 100, c.x.workspace_bytes = 4 * 60;
+    accept(&c, 0);
+    c.x.workspace_bytes++;
+    assert_int_equal(heed_forward(&c.a, &c.x), HEED_BAD_ARGUMENT);
+    assert_string_equal(heed_last_error(), "workspace: overlaps o, expected memory of its own");
+    size_t bytes;
+    assert_int_equal(heed_workspace_size(&c.a, NULL, &c.x, &bytes), HEED_OK);
+    free(m);
+}
+
 /* [B, S, Hq + 2 Hk, D], and o with lse as a ninth column. */
 static void packed_buffers_of_unequal_heads_are_accepted(void **state)
 {
@@ -528,6 +549,7 @@ int main(void)
         cmocka_unit_test(every_form_of_a_batch_is_accepted),
         cmocka_unit_test(empty_sizes_need_no_data),
         cmocka_unit_test(packed_buffers_are_accepted),
+        cmocka_unit_test(memory_between_that_of_others_is_accepted),
         cmocka_unit_test(packed_buffers_of_unequal_heads_are_accepted),
         cmocka_unit_test(strides_are_made_regular),
         cmocka_unit_test(defaults_are_filled_in),

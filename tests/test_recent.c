@@ -166,6 +166,38 @@ TEST(calls_by_turns_do_not_mix)
     free(m);
 }
 
+/* As with tensors, so with memory that none describes: the workspace, and integers, which the CPU reads. */
+TEST(what_the_workspace_and_integers_overlap_is_found_in_a_repeated_call)
+{
+    memory *m = memory_new(7);
+    static const int32_t lengths[1] = { ROWS };
+    heed_attention a = problem_in(m);
+    heed_gradient g = gradient_in(m);
+    heed_exec x = exec_in(m);
+    a.lengths_k = lengths;
+    for (int n = 0; n < 2; n++) {
+        assert_int_equal(heed_forward(&a, &x), HEED_OK);
+        assert_int_equal(heed_backward(&a, &g, &x), HEED_OK);
+    }
+    x.workspace = m->v + 16, x.workspace_bytes = 64;
+    assert_int_equal(heed_forward(&a, &x), HEED_BAD_ARGUMENT);
+    assert_string_equal(heed_last_error(), "workspace: overlaps v, expected memory of its own");
+    x.workspace = m->d_q;
+    assert_int_equal(heed_backward(&a, &g, &x), HEED_BAD_ARGUMENT);
+    assert_string_equal(heed_last_error(), "workspace: overlaps d_q, expected memory of its own");
+    x = exec_in(m);
+    a.lengths_k = (const int32_t *)m->workspace;
+    assert_int_equal(heed_forward(&a, &x), HEED_BAD_ARGUMENT);
+    assert_string_equal(heed_last_error(), "workspace: overlaps lengths_k, expected memory of its own");
+    a.lengths_k = (const int32_t *)m->o + 4;
+    assert_int_equal(heed_forward(&a, &x), HEED_BAD_ARGUMENT);
+    assert_string_equal(heed_last_error(), "o: overlaps lengths_k, expected memory of its own");
+    a.lengths_k = lengths;
+    assert_non_null(heed_recall(&a, NULL, &x));
+    assert_non_null(heed_recall(&a, &g, &x));
+    free(m);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -174,6 +206,7 @@ int main(void)
         cmocka_unit_test(only_a_repeated_call_is_recalled),
         cmocka_unit_test(the_number_of_threads_is_the_one_of_the_moment),
         cmocka_unit_test(calls_by_turns_do_not_mix),
+        cmocka_unit_test(what_the_workspace_and_integers_overlap_is_found_in_a_repeated_call),
     };
     return RUN_TESTS(tests);
 }
