@@ -1,7 +1,7 @@
 /* Descriptors made of bytes: a small legal problem, then edits that put hostile values into any of its fields. heed has
  * to answer each with a status, a message when it refuses, and nothing out of bounds when it does not: every tensor that
  * fits has a heap block of exactly its extent, so that ASan sees the first byte too many. Problems that no memory of
- * ours could hold are only planned, never run. */
+ * ours could hold are only planned, never run. Structs may be missing, and the workspace may be wrong in every way. */
 #include "heed.h"
 
 #include <stdlib.h>
@@ -51,6 +51,17 @@ static int64_t any_size(reader *r)
 
 enum { Q, K, V, O, LSE, MASK, BIAS, ALIBI, SINK, D_O, D_LSE, DELTA, D_Q, D_K, D_V, D_BIAS, D_SINK, TENSORS };
 
+/* What is wrong with the workspace. */
+typedef enum flaw { NONE, SHORT, MISSING, ASTRAY, SHARED, FLAWS } flaw;
+
+enum {
+    ATTENTION = 1,
+    GRADIENT = 2,
+    EXEC = 4,
+    TEXT = 8,
+    LATER = 16
+}; /* what is missing; from LATER on: of small calls */
+
 typedef struct call {
     heed_attention a;
     heed_gradient g;
@@ -60,7 +71,10 @@ typedef struct call {
     size_t bytes[TENSORS];
     int misplaced[TENSORS]; /* bytes by which data is off */
     int32_t numbers[4][MAX_SEQUENCES + 1], table[MAX_TABLE];
+    uint64_t seeds[2];
     int backward, runnable;
+    unsigned missing;
+    flaw flaw;
 } call;
 
 static int is_output(int t) { return t == O || t == LSE || t >= D_Q; }
@@ -143,6 +157,23 @@ static void legal_problem(call *c, reader *r)
     legal_rules(c, r, with);
 }
 
+/* Some bytes from where it should be. */
+static const void *off(const void *at, reader *r) { return (const char *)at + below(r, 8); }
+
+/* One of the pointers to integers; those that are NULL come to be. */
+static void edit_pointer(call *c, reader *r)
+{
+    heed_attention *a = &c->a;
+    switch (below(r, 6)) {
+    case 0: a->lengths_q = off(c->numbers[0], r); break;
+    case 1: a->lengths_k = off(c->numbers[1], r); break;
+    case 2: a->offsets_q = off(c->numbers[2], r); break;
+    case 3: a->offsets_k = off(c->numbers[3], r); break;
+    case 4: a->block_table = off(c->table, r); break;
+    case 5: a->dropout_seed_at = off(c->seeds, r); break;
+    }
+}
+
 /* One field, one value that nobody expects there. */
 static void edit(call *c, reader *r)
 {
@@ -158,7 +189,8 @@ static void edit(call *c, reader *r)
                          &a->query_step,  &a->key_step,     &a->key_stride,         &a->sequences,
                          &a->max_rows,    &a->max_keys,     &a->block_table_stride, &a->block_table_columns };
     heed_tensor *t = c->tensor[below(r, TENSORS)];
-    switch (below(r, 16)) {
+    int kind = byte(r);
+    switch (kind < 240 ? kind % 16 : 16 + kind % 4) {
     case 0: t->dtype = (heed_dtype)(int8_t)byte(r); break;
     case 1:
     case 2: t->shape[below(r, 4)] = any_size(r); break;
@@ -175,6 +207,10 @@ static void edit(call *c, reader *r)
     case 13: c->x.backend = (heed_backend)(int8_t)byte(r), c->x.device = (int8_t)byte(r); break;
     case 14: c->x.kernel = kernels[below(r, 7)], c->x.precision = (heed_precision)(int8_t)byte(r); break;
     case 15: c->g.accumulate = byte(r), c->x.threads = (int8_t)byte(r), c->x.nondeterministic = byte(r); break;
+    case 16: edit_pointer(c, r); break;
+    case 17: c->missing = byte(r); break;
+    case 18: c->flaw = (flaw)below(r, FLAWS); break;
+    case 19: a->dropout_seed_at = c->seeds, a->dropout = 0.5f; break;
     }
 }
 
@@ -260,19 +296,53 @@ static heed_status checked(heed_status s)
     return s;
 }
 
+/* A struct, or NULL where it is missing. */
+static const void *unless(const call *c, unsigned missing, const void *at) { return c->missing & missing ? NULL : at; }
+
+/* Puts `given` bytes into the exec, flawed if they are to be. Returns whether the call has to be refused for that. */
+static int give_workspace(call *c, char *workspace, size_t given)
+{
+    c->x.workspace = workspace, c->x.workspace_bytes = given;
+    if (given == 0)
+        return 0;
+    switch (c->flaw) {
+    case SHORT: c->x.workspace_bytes = given - 1; return 1;
+    case MISSING: c->x.workspace = NULL; return 1;
+    case ASTRAY: c->x.workspace = workspace + 1 + given % 15; return 1;
+    case SHARED: /* with q, which begins where its block does; of a large workspace that lies beyond the block */
+        if (c->misplaced[Q] || !c->bytes[Q])
+            return 0;
+        c->x.workspace = c->block[Q];
+        return 1;
+    default: return 0;
+    }
+}
+
 static void run(call *c, size_t workspace_bytes)
 {
     char *workspace = NULL;
-    if (workspace_bytes && !(workspace = aligned_alloc(16, (workspace_bytes + 15) / 16 * 16)))
+    if (workspace_bytes && !(workspace = aligned_alloc(16, (workspace_bytes + 31) / 16 * 16)))
         return;
-    c->x.workspace = workspace, c->x.workspace_bytes = workspace_bytes;
-    heed_status s = checked(c->backward ? heed_backward(&c->a, &c->g, &c->x) : heed_forward(&c->a, &c->x));
-    CHECK(s != HEED_NO_WORKSPACE);
+    int flawed = give_workspace(c, workspace, workspace_bytes);
+    const heed_attention *a = unless(c, ATTENTION, &c->a);
+    const heed_exec *x = unless(c, EXEC, &c->x);
+    heed_status s = checked(c->backward ? heed_backward(a, unless(c, GRADIENT, &c->g), x) : heed_forward(a, x));
+    CHECK(s != HEED_OK || (a && x && !flawed && !(c->backward && c->missing & GRADIENT)));
+    CHECK(s != HEED_NO_WORKSPACE || flawed || c->missing & GRADIENT); /* without it, the size was that of a forward */
     if (s) /* heed.h: "On an error the outputs are untouched" */
         for (int t = 0; t < TENSORS; t++)
             for (size_t i = 0; is_output(t) && i < c->bytes[t]; i++)
                 CHECK((uint8_t)c->block[t][i] == UNTOUCHED);
     free(workspace);
+}
+
+static void run_small(call *c)
+{
+    const heed_exec *x = unless(c, EXEC, &c->x);
+    checked(heed_delta(unless(c, LATER, &c->a.o), unless(c, LATER << 1, &c->g.d_o), unless(c, LATER << 2, &c->g.d_lse),
+                       unless(c, LATER << 3, &c->g.delta), x));
+    checked(heed_merge(unless(c, LATER << 3, &c->a.o), unless(c, LATER << 2, &c->a.lse),
+                       unless(c, LATER << 1, &c->g.d_o), unless(c, LATER, &c->g.d_lse), x));
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -285,19 +355,21 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         edit(&c, &r);
     place(&c);
 
-    const heed_gradient *g = c.backward ? &c.g : NULL;
+    const heed_attention *a = unless(&c, ATTENTION, &c.a);
+    const heed_gradient *g = c.backward ? unless(&c, GRADIENT, &c.g) : NULL;
+    const heed_exec *x = unless(&c, EXEC, &c.x);
     char text[512];
     memset(text, 'x', sizeof text);
-    checked(heed_explain(&c.a, g, &c.x, size % 3 ? NULL : heed_chip_name((int)(size % 7)), text, sizeof text / 2));
+    checked(heed_explain(a, g, x, size % 3 ? NULL : heed_chip_name((int)(size % 7)),
+                         (char *)(uintptr_t)unless(&c, TEXT, text), sizeof text / 2));
     CHECK(text[sizeof text / 2] == 'x');
 
     size_t workspace_bytes = 0;
-    if (!checked(heed_workspace_size(&c.a, g, &c.x, &workspace_bytes)) && c.runnable)
+    heed_status sized = checked(heed_workspace_size(a, g, x, &workspace_bytes));
+    if ((!sized || !a || !x) && c.runnable)
         run(&c, workspace_bytes);
-    if (c.runnable) {
-        checked(heed_delta(&c.a.o, &c.g.d_o, &c.g.d_lse, &c.g.delta, &c.x));
-        checked(heed_merge(&c.a.o, &c.a.lse, &c.g.d_o, &c.g.d_lse, &c.x));
-    }
+    if (c.runnable)
+        run_small(&c);
     for (int t = 0; t < TENSORS; t++)
         free(c.block[t]);
     return 0;
