@@ -1,8 +1,9 @@
 #!/bin/sh
-# The command line from outside: test_cli.sh path/to/heed. What only NumPy can tell is in test_cli_numpy.py, which runs
-# where HEED_PYTHON (or python3) has NumPy.
+# The command line from outside: test_cli.sh path/to/heed [path/to/spoiler]. What only NumPy can tell is in
+# test_cli_numpy.py, which runs where HEED_PYTHON (or python3) has NumPy. The spoiler is a library that makes results wrong.
 set -u
 heed=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+spoiler=${2:+$(cd "$(dirname "$2")" && pwd)/$(basename "$2")}
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d "${TMPDIR:-/tmp}/test_cli.XXXXXX")
 trap 'rm -rf "$work"' EXIT
@@ -131,6 +132,16 @@ done
 
 expect 0 info; says out "forward_reference_f64"; says out "hardware threads"
 expect 0 info --json; says out '"kernels": ['
+OMP_NUM_THREADS=1; export OMP_NUM_THREADS
+expect 0 info; says out " 1 used by default"
+expect 0 explain --shape 2,8,512,64; says out ": taken, 1 thread,"
+if ldd "$heed" | grep -q 'lib[gi]*omp'; then
+    OMP_NUM_THREADS=3
+    expect 0 info; says out " 3 used by default"
+    expect 0 explain --shape 2,8,512,64; says out ": taken, 3 threads,"
+    expect 0 explain --shape 2,8,512,64 --threads 2; says out ": taken, 2 threads,"
+fi
+unset OMP_NUM_THREADS
 expect 0 explain --shape 2,8,512,64; says out ": taken"
 expect 0 explain --shape 2,8,512,64 --backward --causal --with mask,bias,alibi,sink,views --dtype bf16
 says out ": taken"
@@ -187,6 +198,9 @@ npy wide.npy '<f4' '(2, 3)' "$zeros$zeros$zeros$zeros$zeros$zeros"
 npy cube.npy '<f4' '(1, 1, 2)' "$zeros$zeros"
 npy vast.npy '<f4' '(0, 1000000000000)' ''
 npy none.npy '<f4' '(0, 2)' ''
+npy do.npy '<f4' '(1, 1)' "$zeros"
+npy deep.npy '<f4' '(1, 1, 1, 1)' "$zeros"
+npy pair.npy '<f4' '(2,)' "$zeros$zeros"
 echo hello >text.npy
 refused 2 'missing.npy: No such file' -q missing.npy -k k.npy -v v.npy -o o.npy
 refused 2 'text.npy: is not a .npy file' -q text.npy -k k.npy -v v.npy -o o.npy
@@ -208,6 +222,11 @@ refused 2 'no result is asked for' $qkv
 refused 2 'needs --do' $qkv -o o.npy --dq dq.npy
 refused 2 'no gradient is asked for' $qkv -o o.npy --do v.npy
 refused 2 '--dbias needs --bias' $qkv -o o.npy --do v.npy --dbias d.npy
+refused 2 '--dsink needs --sink' $qkv -o o.npy --do do.npy --dsink d.npy
+refused 2 'o.npy: is named for two results' $qkv -o o.npy --lse o.npy
+refused 2 '--dlse is given, but no gradient' $qkv -o o.npy --dlse flat.npy
+refused 2 'deep.npy: has 4 dimensions; expected 1 to 3' $qkv --do do.npy --dlse deep.npy --dq dq.npy
+refused 2 'd_lse: rows is 2, q has 1' $qkv --do do.npy --dlse pair.npy --dq dq.npy
 refused 2 'no_such_kernel' $qkv -o o.npy --kernel no_such_kernel
 refused 1 'nowhere/lse.npy: No such file' $qkv -o o.npy --lse nowhere/lse.npy
 refused 1 'full: No space left' $qkv -o o.npy --lse /dev/full
@@ -243,6 +262,20 @@ unset HEED_KERNEL
 expect 2 bench --shape 1,2,40,32 --kernel no_such_kernel --pass forward; says err no_such_kernel
 "$heed" info >/dev/full 2>err; code=$?
 [ $code -eq 1 ] || fail "a full disk is not an error"
+
+# Results that are wrong are noticed, whoever asks.
+if [ -n "$spoiler" ]; then
+    sound=$heed heed=$work/spoiled
+    printf '#!/bin/sh\nLD_PRELOAD="%s" exec "%s" "$@"\n' "$spoiler" "$sound" >"$heed"
+    chmod +x "$heed"
+    expect 1 demo --threads 1; says err "heed demo: the results are wrong: "; says err "less than 1e-6 is fair"
+    expect 1 check --quick --kernel forward_cpu_plain --problem plain; says err "heed check: 3 of 3 kernels failed"
+    says out FAILED; says out "first: plain: o is off by "
+    expect 1 check --quick --kernel forward_cpu_plain_f32 --problem causal --json; says out '"first_failure": "causal: o is'
+    expect 0 check --quick --kernel forward_reference_f32 --problem plain; says out " ok"
+    expect 1 bench --shape 1,2,64,32 --min-time 0.01 --pass forward; says err ": wrong result, not timed; see heed check"
+    heed=$sound
+fi
 
 # At a terminal there are a bar and colours, unless NO_COLOR is set; above, in a pipe, neither.
 if command -v script >/dev/null; then
