@@ -368,8 +368,9 @@ int command_check(int argc, char **argv)
         .command = "check",
         .usage = "[options]",
         .text = "Runs every kernel that this machine can run, forward and backward, on problems with every feature,\n"
-                "and compares with the reference in fp64. Rounding errors of the inputs move the exact result by some\n"
-                "distance; a kernel may be off by a small multiple of it: 4, plus sqrt(n) for fp32 sums of n terms.\n"
+                "and compares with the reference in fp64, whose own rows are left out, being the judge. Rounding\n"
+                "errors of the inputs move the exact result by some distance; a kernel may be off by a small\n"
+                "multiple of it: 4, plus sqrt(n) for fp32 sums of n terms.\n"
                 "Columns: cases; problems the kernel does not take; the worst error, relative to the largest value\n"
                 "and as RMS; how much of what is allowed it used. Exit code 1 when a kernel fails.\n",
         .examples = "  heed check --quick\n"

@@ -35,10 +35,12 @@
  *     fields are added at the end, and the library gets a new SONAME.
  *   - Arguments are checked before anything runs. On an error the outputs are untouched, the call returns a status
  *     and heed_last_error() names the argument, what it was and what was expected.
- *   - heed allocates nothing, prints nothing, never aborts, keeps no reference to anything it was given, and any
- *     number of threads may call it at once.
+ *   - heed allocates nothing, prints nothing, never aborts, and any number of threads may call it at once. Once the
+ *     work of a call is done, nothing that it was given is read or written: of its last calls a thread keeps the
+ *     descriptors, to know them again, and follows no pointer in them.
  *   - The same inputs give the same bits, whatever the number of threads, and the result for one (batch, head) does
- *     not depend on the rest of the batch.
+ *     not depend on the rest of the batch. But for this: on a GPU the longest sequence of a ragged batch may decide
+ *     which kernel all get; docs/numerics.md says when, and how to avoid it.
  */
 #ifndef HEED_H
 #define HEED_H
@@ -275,8 +277,9 @@ HEED_API heed_status heed_delta(const heed_tensor *o, const heed_tensor *d_o, co
 
 /* Writes to text, as lines ending in '\n', which kernel the problem gets and why each row before it in the table was
  * passed over. chip: NULL for the device of x, or the name of one that need not be here: "t4", "a100", "h200",
- * "avx2" ... (heed_chip_name lists them). Cuts the text at size - 1 bytes. Pointers in a may be NULL: the plan then
- * takes them as present and well aligned where the shape says that they exist. */
+ * "avx2" ... (heed_chip_name lists them); a GPU gets HEED_UNSUPPORTED from a library that was built without CUDA
+ * kernels. Cuts the text at size - 1 bytes. Pointers in a may be NULL: the plan then takes them as present and well
+ * aligned where the shape says that they exist. */
 HEED_API heed_status heed_explain(const heed_attention *a, const heed_gradient *g, const heed_exec *x, const char *chip,
                                   char *text, size_t size);
 

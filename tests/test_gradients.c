@@ -80,7 +80,7 @@ TEST(the_gradient_of_a_sink_sums_over_batch_and_rows)
     }
 }
 
-/* heed.h: "d_q: like q, in q's dtype or fp32". */
+/* heed.h: d_q is "like q, in q's dtype or fp32". */
 /* Many tiles of keys, which all add to dQ, and some of which see few queries or none. */
 TEST(sums_may_be_taken_in_any_order)
 {
@@ -146,7 +146,7 @@ TEST(absent_gradients_change_nothing)
     }
 }
 
-/* heed.h: "delta ... from heed_delta(); then o and d_lse are not read". */
+/* heed.h: "delta ... of heed_delta(): o and d_lse are then not read". */
 TEST(delta_stands_for_o_and_d_lse)
 {
     for_each_kernel(HEED_BACKWARD, kernel) {
@@ -166,7 +166,7 @@ TEST(delta_stands_for_o_and_d_lse)
     }
 }
 
-/* heed.h: "accumulate: 1: add to d_q, d_k and d_v, which are fp32, in place of overwriting them". */
+/* heed.h: accumulate, "1: add to d_q, d_k and d_v, which are fp32, in place of overwriting them". */
 TEST(accumulate_adds_to_what_is_there)
 {
     for_each_kernel(HEED_BACKWARD, kernel)

@@ -240,7 +240,7 @@ TEST(biases_may_rise_or_fall_along_the_keys)
         }
 }
 
-/* heed.h: "bias ... -inf is allowed". It hides the key, for a whole row too. */
+/* heed.h: bias, "-inf hides the key as a mask does"; for a whole row too. */
 TEST(a_bias_of_minus_infinity_hides_the_key)
 {
     for_each_kernel(EITHER_PASS, kernel) {

@@ -40,7 +40,7 @@ TEST(a_ragged_workspace_is_linear_in_tokens)
     }
 }
 
-/* heed.h: "HEED_NO_WORKSPACE: exec.workspace is smaller than heed_workspace_size() says", and "On an error the outputs
+/* heed.h: HEED_NO_WORKSPACE, "exec.workspace is smaller than heed_workspace_size() says", and "On an error the outputs
  * are untouched". */
 TEST(one_byte_too_few_is_refused)
 {

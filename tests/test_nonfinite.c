@@ -150,7 +150,7 @@ TEST(a_bias_of_minus_infinity_keeps_nan_out)
     }
 }
 
-/* heed.h: of "a row that sees no key ... all its gradients are 0", whatever comes in for it. */
+/* heed.h: of "A row that sees no key ... all its gradients are 0", whatever comes in for it. */
 TEST(a_nan_gradient_of_the_lse_of_a_row_without_keys_is_ignored)
 {
     for_each_strict_kernel(HEED_BACKWARD, kernel) {

@@ -356,7 +356,7 @@ static void the_environment_is_read_once(void **state)
     assert_memory_equal(text, "forward_cpu_plain_f32: taken", 28);
     assert_int_equal(heed_explain(&b, NULL, &on_cpu, NULL, text, sizeof text), HEED_UNSUPPORTED);
 
-    /* heed.h: "if it names a row of this pass" */
+    /* heed.h: "unless it is one of the other pass" */
     heed_gradient g = { .d_o = a.o, .d_q = a.q };
     a.lse = (heed_tensor){ .shape = { a.q.shape[0], a.q.shape[1], a.q.shape[2], 1 } };
     assert_int_equal(heed_explain(&a, &g, &on_cpu, "avx2", text, sizeof text), HEED_OK);

@@ -1,4 +1,4 @@
-/* heed.h: "q [B, Hq, Sq, D] ... Hq is a multiple of Hk ... D from 1 to 512 ... Dv from 1 to 512". */
+/* heed.h: "q ... [B, Hq, Sq, D] ... Hq is a multiple of Hk ... D from 1 to 512 ... Dv from 1 to 512". */
 #include "harness.h"
 
 static void check_shape_on(const heed_kernel_info *kernel, case_shape shape)
