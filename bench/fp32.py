@@ -2,6 +2,7 @@
 
     python3 bench/fp32.py errors [--lib PATH] [--kernel FAMILY] [--draws 4] [--tf32]   against fp64, by kind of data
     python3 bench/fp32.py errors --shape 2,8,300,64,causal 1,2,512,256 --kind "logits to 500" "q 1e-40" --draws 24
+    python3 bench/fp32.py errors --goals [--draws 1]              of the shapes of `speed`, as they are and not as ratios
     python3 bench/fp32.py speed  [--lib PATH] [--kernel FAMILY]   between CUDA events, in turns and each by itself
     python3 bench/fp32.py speed --shape 2,8,512,256 2,8,2048,192,causal
 
@@ -74,12 +75,17 @@ def cell_of(text):
 
 
 def exact(q, k, v, g, causal):
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    s = leaves[0] @ leaves[1].transpose(-2, -1) / q.shape[3] ** 0.5
-    if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], device=q.device).triu(1).bool(), float("-inf"))
-    o = torch.softmax(s, -1) @ leaves[2]
-    return [o.detach(), *torch.autograd.grad(o, leaves, g.double())]
+    """So many heads at a time as have scores of 2 GB."""
+    found, shapes = [], [t.shape for t in (g, q, k, v)]
+    at_once = max(1, (1 << 28) // (q.shape[2] * k.shape[2]))
+    for some in zip(*(t.flatten(0, 1).split(at_once) for t in (q, k, v, g))):
+        leaves = [t.double().requires_grad_() for t in some[:3]]
+        s = leaves[0] @ leaves[1].transpose(-2, -1) / q.shape[3] ** 0.5
+        if causal:
+            s = s.masked_fill(torch.ones(s.shape[-2:], device=q.device).triu(1).bool(), float("-inf"))
+        o = torch.softmax(s, -1) @ leaves[2]
+        found.append([o.detach(), *torch.autograd.grad(o, leaves, some[3].double())])
+    return [torch.cat(parts).view(shape) for parts, shape in zip(zip(*found), shapes)]
 
 
 def fused(q, k, v, g, causal, backend):
@@ -139,6 +145,22 @@ def report_errors(lib, args):
             of_o = ((sum(way[side][0][1] ** 2 for way in all_of_it) / draws) ** 0.5 for side in (0, 1))
             print(f"| {name} | {kind} | {', '.join(f'{x:.1e}' for x in of_o)} | " + " | ".join(cells) + " |", flush=True)
     print(f"\nworst: RMS {worst:.2f}, largest {most:.2f}, of one draw {single:.2f}")
+
+
+def report_goals(lib, args):
+    """RMS over all draws, and the largest of each, in the mean."""
+    print(f"RMS (largest), relative to the RMS of the exact result, {args.draws} draws\n")
+    print("| shape | | o | dQ | dK | dV |\n|---|---|---|---|---|---|")
+    for shape in SPEED:
+        for causal in (False, True):
+            all_of_it = [draw(lib, args, shape, causal, 1, KINDS["normal"], seed) for seed in range(1, args.draws + 1)]
+            for side, who in enumerate(("heed", "PyTorch")):
+                cells = []
+                for n in range(4):
+                    rms = (sum(way[side][n][1] ** 2 for way in all_of_it) / args.draws) ** 0.5
+                    cells.append(f"{rms:.1e} ({sum(way[side][n][0] for way in all_of_it) / args.draws:.1e})")
+                name = ",".join(map(str, shape)) + (" causal" if causal else "")
+                print(f"| {name} | {who} | " + " | ".join(cells) + " |", flush=True)
 
 
 # ---- Speed -----------------------------------------------------------------------------------------------------------
@@ -216,11 +238,12 @@ def main():
     p.add_argument("--tf32", action="store_true", help="errors under HEED_TF32, beside PyTorch's matmul with tf32 allowed")
     p.add_argument("--long", action="store_true", help="errors of long sequences alone")
     p.add_argument("--forward", action="store_true", help="leave the backward out")
+    p.add_argument("--goals", action="store_true", help="errors of the shapes of `speed`")
     args = p.parse_args()
     lib = C.CDLL(args.lib)
     lib.heed_last_error.restype = C.c_char_p
     if args.what == "errors":
-        report_errors(lib, args)
+        (report_goals if args.goals else report_errors)(lib, args)
     else:
         report_speed(lib, args.kernel, not args.forward, args.shape)
 
