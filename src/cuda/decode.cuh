@@ -56,7 +56,8 @@ static heed_status launch_parts(Kernel kernel, int rows, int threads, size_t sha
     parts.heads = divisor_of(a.Hk), parts.rows = divisor_of(a.Sq);
     if (blocks == 0 || blocks > INT32_MAX) /* says if it cannot */
         return launch(kernel, blocks, threads, shared_bytes, x, a, parts);
-    return launch_early(kernel, dim3((unsigned)blocks), dim3(threads), shared_bytes, plan, x, a, parts);
+    const dim3 grid((unsigned)blocks);
+    return launch_early(kernel, grid, dim3(threads), room_for_one(shared_bytes, grid, plan), plan, x, a, parts);
 }
 
 #endif

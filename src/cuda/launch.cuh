@@ -84,6 +84,14 @@ heed_status launch_early(Kernel kernel, dim3 blocks, dim3 threads, size_t shared
                                  arguments);
 }
 
+/* Shared memory to ask for: where no multiprocessor needs more than one block, just so much that none is given two, of which the
+ * system takes a KB each. A kernel that starts before the one before it has ended would find but few of them empty. */
+inline size_t room_for_one(size_t bytes, dim3 grid, const heed_plan *plan)
+{
+    const int64_t blocks = (int64_t)grid.x * grid.y * grid.z;
+    return blocks <= plan->device.units ? HEED_MAX(bytes, (plan->device.shared_bytes - 1024) / 2 + 128) : bytes;
+}
+
 /* The same for kernels that are for sm_90 alone, in a one-dimensional grid. */
 template <class Kernel, class... Rest>
 heed_status launch_next(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes, const heed_exec *x,

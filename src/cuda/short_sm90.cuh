@@ -22,14 +22,6 @@ inline int tiles_each(int64_t heads, int64_t tiles, int units, int held)
     return (int)HEED_MAX(HEED_MIN(heads * tiles / ((int64_t)units * held), tiles), 1);
 }
 
-/* Shared memory to ask for: where no multiprocessor needs more than one block, just so much that none is given two, of which the
- * system takes a KB each. A kernel that starts before the one before it has ended would find but few of them empty. */
-inline size_t room_for_one(size_t bytes, dim3 grid, const heed_plan *plan)
-{
-    const int64_t blocks = (int64_t)grid.x * grid.y * grid.z;
-    return blocks <= plan->device.units ? HEED_MAX(bytes, (plan->device.shared_bytes - 1024) / 2 + 128) : bytes;
-}
-
 /* Who does what in a backward: of a head's blocks the first k_blocks, which have more to do, own keys, k_tiles tiles of them
  * each, and the others queries. blocks_last: where all are at work at once, so that each multiprocessor gets some of both. */
 struct short_division {
