@@ -32,6 +32,14 @@ class Arguments(NamedTuple):
     block_table: Any = None
 
 
+_FIELDS = Arguments._fields
+
+
+def replace(a: Arguments, changes: dict[str, Any]) -> Arguments:
+    """a._replace(**changes), which torch.compile of 2.6 does not look into."""
+    return Arguments(*map(changes.get, _FIELDS, a))
+
+
 # Those that are tensors where they are given; dropout_seed may also be a number.
 TENSORS = (
     "q",

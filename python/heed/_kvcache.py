@@ -34,7 +34,8 @@ def _refuse_gradient(name: str, t: Any) -> None:
 
 def _check(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: Any, block_table: Any) -> None:
     optional = {"k": k, "v": v, "cache_seqlens": cache_seqlens, "block_table": block_table}
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | {n: t for n, t in optional.items() if t is not None}
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    given.update({n: t for n, t in optional.items() if t is not None})
     for name, t in given.items():
         if _api._is_torch(q):
             _check_tensor(name, t, q)

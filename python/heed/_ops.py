@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from heed import _C
-from heed._arguments import Arguments
+from heed._arguments import Arguments, replace
 
 _PROBLEM = (
     "Tensor q, Tensor k, Tensor v, str layout, str causal, SymInt[]? window, SymInt stride, Tensor? mask, Tensor? bias, "
@@ -37,17 +37,16 @@ def to_op(a: Arguments) -> tuple[Any, ...]:
     causal = a.causal if isinstance(a.causal, str) else "bottom_right" if a.causal else ""
     window = None if a.window is None else [-1 if side is None else side for side in a.window]
     scale = None if a.scale is None else float(a.scale)
-    return tuple(
-        a._replace(
-            causal=causal,
-            window=window,
-            scale=scale,
-            softcap=float(a.softcap),
-            dropout_p=float(a.dropout_p),
-            dropout_seed=seed,
-            deterministic=bool(a.deterministic),
-        )
-    )
+    changes = {
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "softcap": float(a.softcap),
+        "dropout_p": float(a.dropout_p),
+        "dropout_seed": seed,
+        "deterministic": bool(a.deterministic),
+    }
+    return tuple(replace(a, changes))
 
 
 def _from_op(arguments: tuple[Any, ...]) -> Arguments:

@@ -13,7 +13,7 @@ if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # before anything is
     raise ImportError(f"heed: torch is {torch.__version__}, expected 2.10 or later; NumPy arrays need none")
 
 from heed import _C, _api, _ops
-from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, type_name
+from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, replace, type_name
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -78,7 +78,7 @@ def _prepare(a: Arguments) -> Arguments:
             changes["bias"] = changes.get("bias", a.bias).to(dtype)
     if a.dropout_seed is None and drops(a):
         changes["dropout_seed"] = torch.randint(1 << 62, (1,), device=a.q.device)
-    return a._replace(**changes)
+    return replace(a, changes)
 
 
 def _check_tangents(a: Arguments) -> None:
