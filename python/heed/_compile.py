@@ -19,7 +19,8 @@ def when_used(function: Callable[..., Any], traceable: Callable[..., Any]) -> No
     def tell() -> None:
         import torch
 
-        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traceable)
+        if hasattr(torch.compiler, "substitute_in_graph"):  # 2.4 has none: a graph ends before the function
+            torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traceable)
 
     if _DYNAMO in sys.modules:
         tell()

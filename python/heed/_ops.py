@@ -237,5 +237,6 @@ def _backward_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
     return tuple(parts), tuple(0 if want else None for want in wants)
 
 
-torch.library.register_vmap("heed::attention", _forward_vmap, lib=_library)
-torch.library.register_vmap("heed::attention_backward", _backward_vmap, lib=_library)
+if hasattr(torch.library, "register_vmap"):  # 2.4 has none, and calls the operator for each index
+    torch.library.register_vmap("heed::attention", _forward_vmap, lib=_library)
+    torch.library.register_vmap("heed::attention_backward", _backward_vmap, lib=_library)

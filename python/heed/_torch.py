@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # before anything is registered with such a torch
-    raise ImportError(f"heed: torch is {torch.__version__}, expected 2.10 or later; NumPy arrays need none")
+if not hasattr(torch.library, "register_autograd"):  # before anything is registered with such a torch
+    raise ImportError(f"heed: torch is {torch.__version__}, expected 2.4 or later; NumPy arrays need none")
 
 from heed import _C, _api, _ops
 from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, replace, type_name
@@ -22,6 +22,12 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
 
 def empty(like: torch.Tensor, shape: Any, strides: Any, dtype: str) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=_DTYPES[dtype], device=like.device)
+
+
+def _capsule(t: torch.Tensor) -> Any:
+    """A tensor's memory where there are no C functions for it, before 2.10. It is what __dlpack__ gives, which refuses tensors
+    that require a gradient, autograd's business and not that of who reads them, and those of a GPU that is not the current."""
+    return torch.utils.dlpack.to_dlpack(t.detach())
 
 
 # ---- Putting a call in order -------------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ def _one_more_backward() -> None:
 _C.use_torch(
     torch.Tensor,
     torch.nn.Parameter,
-    torch.Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
+    (getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), _capsule),
     (torch.empty_strided, getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None), _DTYPES),
     (torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
     vars(torch.autograd.forward_ad),

@@ -326,7 +326,7 @@ void memory_give_back(memory_bytes *b)
 
 int memory_stream(PyObject *like, int device, void **stream)
 {
-    if (view_of_exchange(like))
+    if (view_exchange && view_of_exchange(like))
         return view_exchange->current_stream(DL_CUDA, device, stream) ? -1 : 0;
     PyObject *number = PyObject_CallFunctionObjArgs(memory_stream_function, like, NULL);
     if (!number)

@@ -127,10 +127,10 @@ PyObject *torch_use(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *tensor, *parameter, *exchange, *context;
-    if (!PyArg_ParseTuple(args, "OOO(OOO)(OOO)OOOOOO", &tensor, &parameter, &exchange, &memory_torch_empty_strided,
-                          &memory_torch_empty_cuda, &memory_torch_dtypes, &is_grad_enabled, &dispatch_modes, &autocast,
-                          &forward_ad, &functorch_active, &apply, &context, &backward_otherwise,
-                          &ending_first_backward))
+    if (!PyArg_ParseTuple(args, "OO(OO)(OOO)(OOO)OOOOOO", &tensor, &parameter, &exchange, &view_capsule_function,
+                          &memory_torch_empty_strided, &memory_torch_empty_cuda, &memory_torch_dtypes, &is_grad_enabled,
+                          &dispatch_modes, &autocast, &forward_ad, &functorch_active, &apply, &context,
+                          &backward_otherwise, &ending_first_backward))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
     ending_tensor = tensor;
@@ -140,17 +140,16 @@ PyObject *torch_use(PyObject *module, PyObject *args)
         find_attribute(context, "materialize_grads", &materialize_grads) ||
         find_attribute(context, "options", &options))
         return NULL;
-    const dl_exchange *table = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
+    const dl_exchange *table = exchange == Py_None ? NULL : PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
     while (table && table->version.major != 1)
         table = table->previous;
-    if (!table || !table->borrow) {
-        PyErr_SetString(PyExc_ImportError, "this torch does not show its tensors by version 1 of DLPack's C functions");
-        return NULL;
-    }
     view_exchange_type = (PyTypeObject *)tensor;
     view_exchange_subtype = (PyTypeObject *)parameter;
-    view_exchange = table;
-    libtorch_find();
+    /* Before 2.10 there is none, and libtorch's names have not been tried: all is asked and made through Python. */
+    if (table && table->borrow) {
+        view_exchange = table;
+        libtorch_find();
+    }
     PyErr_Clear();
     Py_RETURN_NONE;
 }

@@ -6,6 +6,7 @@
 
 PyTypeObject *view_exchange_type, *view_exchange_subtype;
 const dl_exchange *view_exchange;
+PyObject *view_capsule_function;
 
 int64_t view_elements(const view *v)
 {
@@ -190,13 +191,14 @@ static int from_torch(view *v, PyObject *object)
 
 /* A tensor of PyTorch, of a subclass too: __dlpack__ refuses those that require a gradient, which is autograd's business and
  * not that of who reads their memory. */
-static int is_tensor(PyObject *object) { return view_exchange && PyObject_TypeCheck(object, view_exchange_type); }
+static int is_tensor(PyObject *object) { return view_exchange_type && PyObject_TypeCheck(object, view_exchange_type); }
 
 static int open_any(view *v, PyObject *object, const char *name, int writable)
 {
     v->copy = NULL;
     v->kind = BORROWED;
-    if (is_tensor(object)) {
+    const int tensor = is_tensor(object);
+    if (view_exchange && tensor) {
         dl_tensor t;
         if (from_torch(v, object))
             return 0;
@@ -209,9 +211,10 @@ static int open_any(view *v, PyObject *object, const char *name, int writable)
         PyErr_Format(PyExc_TypeError, "%s: is %R, expected a tensor or an array", name, Py_TYPE(object));
         return -1;
     }
-    PyObject *capsule = PyObject_CallMethod(object, "__dlpack__", NULL);
+    PyObject *capsule = tensor ? PyObject_CallFunctionObjArgs(view_capsule_function, object, NULL)
+                               : PyObject_CallMethod(object, "__dlpack__", NULL);
     if (!capsule) {
-        if (PyErr_ExceptionMatches(PyExc_BufferError))
+        if (PyErr_ExceptionMatches(PyExc_BufferError) || (tensor && PyErr_ExceptionMatches(PyExc_RuntimeError)))
             fail_closed(object, name, writable);
         return -1;
     }

@@ -30,14 +30,16 @@ typedef struct view {
 int view_open(view *v, PyObject *object, const char *name, int writable);
 void view_close(view *v);
 
-/* Tensors are read through their type's own C functions. NULL: there are none. */
+/* PyTorch's types of ordinary tensors; NULL before torch is here. Tensors are read through their type's own C functions, or,
+ * where there are none, before 2.10, through a Python function that gives a capsule of one. */
 extern PyTypeObject *view_exchange_type, *view_exchange_subtype;
 extern const dl_exchange *view_exchange;
+extern PyObject *view_capsule_function;
 
 /* An ordinary tensor: a subclass may have to see what is done with its own. */
 static inline int view_of_exchange(PyObject *object)
 {
-    return view_exchange && (Py_TYPE(object) == view_exchange_type || Py_TYPE(object) == view_exchange_subtype);
+    return Py_TYPE(object) == view_exchange_type || Py_TYPE(object) == view_exchange_subtype;
 }
 
 int64_t view_elements(const view *v);

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import heed
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 5), reason="this PyTorch's function has no enable_gqa")
 @given(data=st.data())
 @settings(max_examples=settings.default.max_examples)
 def test_scaled_dot_product_attention_is_that_of_torch(data, device):

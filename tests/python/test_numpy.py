@@ -186,7 +186,8 @@ def test_a_torch_that_is_too_old_is_refused_where_it_is_used():
 import sys, types
 import numpy as np
 torch = sys.modules["torch"] = types.ModuleType("torch")
-torch.__version__, torch.Tensor, torch.nn = "2.9.1", type("Tensor", (), {}), types.ModuleType("torch.nn")
+torch.__version__, torch.Tensor = "2.3.1", type("Tensor", (), {})
+torch.nn, torch.library = types.ModuleType("torch.nn"), types.ModuleType("torch.library")
 import heed
 x = np.ones((1, 1, 2, 4), np.float32)
 assert (heed.attention(x, x, x) == 1).all()
@@ -197,11 +198,12 @@ for use in lambda: heed.attention(*[torch.Tensor()] * 3), lambda: heed.nn, lambd
         print(error)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == 3 * ["heed: torch is 2.9.1, expected 2.10 or later; NumPy arrays need none"]
+    assert run.stdout.splitlines() == 3 * ["heed: torch is 2.3.1, expected 2.4 or later; NumPy arrays need none"]
 
 
 def test_torch_may_come_later():
-    pytest.importorskip("torch")
+    if not hasattr(pytest.importorskip("torch").compiler, "substitute_in_graph"):
+        pytest.skip("this PyTorch ends a graph before a function of C")
     program = """
 import heed, torch
 x = torch.ones(1, 1, 2, 4)
