@@ -36,7 +36,7 @@ struct own_row {
 
 __device__ inline own_row own_row_of(const args &a, const span &s, const parts_of_keys &of, const own_part &x, int n)
 {
-    const int g = of.rows.divide(x.first_row + n), i = x.first_row + n - g * a.Sq, h = x.hk * a.G + g;
+    const int g = of.rows.divide(x.first_row + n), i = x.first_row + n - g * a.Sq, h = x.hk * a.G + min(g, a.G - 1);
     own_row own = { i, h, 0, 0, (((int64_t)x.part * a.B + s.b) * a.Hq + h) * a.Sq + i };
     if (g < a.G && i < s.rows)
         band_of_row(a, s, i, own.low, own.high);

@@ -7,11 +7,13 @@
  * is that of Q too: a lane takes 16 bytes of a key. V must be turned: a lane takes 16 bytes of four keys, and makes pairs of
  * neighbouring keys by byte permutations. P is turned by an instruction for that.
  *
- * A warp has OWN keys for itself, takes what it sees of them in pieces of 16 keys x 64 columns (CHUNK), K first, a few of which
- * are on their way at any time, and has its own maxima. What the warps have is added at the end. */
+ * A warp has OWN keys for itself, takes them in pieces of 16 keys x 64 columns, K first, a few of which are on their way at any
+ * time, and has its own maxima. What the warps have is added at the end. What follows from the launch's arguments alone is found
+ * before the kernel waits for the one before it. */
 #include "decode.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 8, OWN = PART / WARPS, TILES = OWN / 16;
+
 template <int WIDTH> struct shared_decode {
     static constexpr int PITCH = WIDTH + 8;
     alignas(16) float o[WARPS][ROWS][PITCH];
