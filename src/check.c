@@ -8,7 +8,6 @@
 
 #include <inttypes.h>
 #include <math.h>
-#include <string.h>
 
 #define BAD(...) return heed_fail(HEED_BAD_ARGUMENT, __VA_ARGS__)
 
@@ -420,43 +419,26 @@ static heed_status check_overlap(const heed_problem *p, const heed_exec *x, int 
     const int64_t bytes = (int64_t)HEED_MIN(x->workspace_bytes, (size_t)MOST_ELEMENTS);
     const heed_tensor workspace = view_of(planning ? NULL : x->workspace, HEED_BOOL, 1, bytes, 0);
     heed_tensor integers[6];
-    named list[MOST_MEMORY];
-    int written, total;
-    if (p->pass == HEED_FORWARD) {
-        const named all[] = { { "workspace", &workspace },
-                              { "o", &a->o },
-                              { "lse", &a->lse },
-                              { "q", &a->q },
-                              { "k", &a->k },
-                              { "v", &a->v },
-                              { "mask", &a->mask },
-                              { "bias", &a->bias },
-                              { "alibi", &a->alibi },
-                              { "sink", &a->sink } };
-        memcpy(list, all, sizeof all);
-        written = 3, total = (int)(sizeof all / sizeof *all);
-    } else {
-        const named all[] = { { "workspace", &workspace },
-                              { "d_q", &g->d_q },
-                              { "d_k", &g->d_k },
-                              { "d_v", &g->d_v },
-                              { "d_bias", &g->d_bias },
-                              { "d_sink", &g->d_sink },
-                              { "d_o", &g->d_o },
-                              { "d_lse", &g->d_lse },
-                              { "delta", &g->delta },
-                              { "o", &a->o },
-                              { "lse", &a->lse },
-                              { "q", &a->q },
-                              { "k", &a->k },
-                              { "v", &a->v },
-                              { "mask", &a->mask },
-                              { "bias", &a->bias },
-                              { "alibi", &a->alibi },
-                              { "sink", &a->sink } };
-        memcpy(list, all, sizeof all);
-        written = 6, total = (int)(sizeof all / sizeof *all);
-    }
+    named list[MOST_MEMORY] = { { "workspace", &workspace }, /* in a forward there are no gradients */
+                                { "d_q", &g->d_q },
+                                { "d_k", &g->d_k },
+                                { "d_v", &g->d_v },
+                                { "d_bias", &g->d_bias },
+                                { "d_sink", &g->d_sink },
+                                { "o", &a->o }, /* what the backward reads and the forward writes */
+                                { "lse", &a->lse },
+                                { "d_o", &g->d_o },
+                                { "d_lse", &g->d_lse },
+                                { "delta", &g->delta },
+                                { "q", &a->q },
+                                { "k", &a->k },
+                                { "v", &a->v },
+                                { "mask", &a->mask },
+                                { "bias", &a->bias },
+                                { "alibi", &a->alibi },
+                                { "sink", &a->sink } };
+    const int written = p->pass == HEED_FORWARD ? 8 : 6;
+    int total = 18;
     if (!planning)
         total = add_integers(p, list, total, integers);
     return check_memory(list, written, total);
