@@ -211,6 +211,7 @@ def features(lib, args):
             **{f"{name}, its gradient": lambda shape=shape: {"bias": fp32(*shape).to(kind), "d_bias": fp32(*shape).to(kind)}
                for name, shape in {"bias": (1, h, s, s), "bias of each": (b, h, s, s), "bias of all": (1, 1, s, s),
                                    "bias of keys": (b, 1, 1, s)}.items()},
+            "bias and mask": lambda: {"bias": fp32(1, h, s, s).to(kind), "mask": hides(1, h, s, s)},
             "ALiBi": lambda: {"alibi": fp32(1, h, 1, 1).abs()}, "softcap": lambda: {"softcap": 30.0},
             "dropout": lambda: {"dropout": 0.1, "dropout_seed": 7}}
         for d in map(int, args.head_dim.split(",")):

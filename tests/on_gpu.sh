@@ -41,7 +41,7 @@ measure() {
 # Most of a test's time is the reference's, on one core. So those that take minutes over all rows run for each family by
 # itself, begin first, and as many at once as there are cores.
 run_programs() {
-    local program name family slow=(test_gradients test_shapes test_masks test_accuracy test_random)
+    local program name family slow=(test_gradients test_determinism test_shapes test_masks test_accuracy test_random)
     for name in "${slow[@]}"; do
         for family in $(families); do
             while [[ $(jobs -rp | wc -l) -ge $cores ]]; do wait -n; done

@@ -30,10 +30,10 @@ struct ampere {
                                   D == 256 && GENERAL ? 1 : 2, 2>;
 };
 
-/* backward_mma_terms.cu and backward_mma_general.cu: scores that are not plain. */
+/* backward_mma_terms.cu, backward_mma_unbiased.cu and backward_mma_general.cu: scores that are not plain. */
 heed_status heed_cuda_backward_mma_terms(const args &a, int scores, float2 *facts, const heed_plan *plan,
                                          const heed_exec *x);
-heed_status heed_cuda_backward_mma_general(const args &a, int scores, float2 *facts, const heed_plan *plan,
-                                           const heed_exec *x);
+heed_status heed_cuda_backward_mma_unbiased(const args &a, float2 *facts, const heed_plan *plan, const heed_exec *x);
+heed_status heed_cuda_backward_mma_general(const args &a, float2 *facts, const heed_plan *plan, const heed_exec *x);
 
 #endif

@@ -14,8 +14,10 @@ heed_status heed_backward_mma(const heed_problem *p, const heed_plan *plan, cons
     if (call.status)
         return call.status;
     const int scores = fitting_scores_of<ampere>(a, plan->device);
-    if (scores == UNBIASED || scores == GENERAL)
-        return heed_cuda_backward_mma_general(a, scores, call.facts, plan, x);
+    if (scores == GENERAL)
+        return heed_cuda_backward_mma_general(a, call.facts, plan, x);
+    if (scores == UNBIASED)
+        return heed_cuda_backward_mma_unbiased(a, call.facts, plan, x);
     if (scores != PLAIN)
         return heed_cuda_backward_mma_terms(a, scores, call.facts, plan, x);
     return a.q.dtype == HEED_F16 ? run<__half, ampere, PLAIN>(a, scores, call.facts, plan, x)

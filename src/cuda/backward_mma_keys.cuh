@@ -21,8 +21,8 @@ constexpr bool PAIRS_RUN_HERE = false;
 #endif
 
 /* Half of a tile of P or dS for the partner: rows are keys, of BQ queries. */
-template <class T, int BQ, int MT, int NT>
-__device__ inline void send_half(uint32_t tile, int key, int query, const float (&X)[MT][NT][4])
+template <int BQ, int MT, int NT, class T>
+__device__ inline void send_half(uint32_t tile, int key, int query, const float (&X)[MT][NT][4], T type)
 {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -32,15 +32,15 @@ __device__ inline void send_half(uint32_t tile, int key, int query, const float 
 #pragma unroll
             for (int n = 0; n < NT; n++)
                 store_4(chunk_at<BQ>(tile, key + m * 16 + half * 8 + lane / 4, query / 8 + n) + lane % 4 * 4,
-                        pack<T>(X[m][n][half * 2], X[m][n][half * 2 + 1]));
+                        pack(X[m][n][half * 2], X[m][n][half * 2 + 1], type));
 }
 
 __device__ inline void wait_for_partner() { asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 64) : "memory"); }
 
 /* Y += P B for 16 columns of P and rows of tile B, of which it is the columns from `column` on. */
-template <class T, int D, int MT, int NT>
+template <int D, int MT, int NT, class T>
 __device__ inline void multiply_columns(float (&Y)[MT][NT][4], const uint32_t (&P)[MT][4], uint32_t B, int row,
-                                        int column)
+                                        int column, T type)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t b_first = chunk_at<D>(B, row + lane % 16, column / 8 + lane / 16);
@@ -50,31 +50,31 @@ __device__ inline void multiply_columns(float (&Y)[MT][NT][4], const uint32_t (&
         load_matrices_transposed(b, along<D>(b_first, n));
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-            multiply(Y[m][n], P[m], b[0], b[1], T());
-            multiply(Y[m][n + 1], P[m], b[2], b[3], T());
+            multiply(Y[m][n], P[m], b[0], b[1], type);
+            multiply(Y[m][n + 1], P[m], b[2], b[3], type);
         }
     }
 }
 
 /* Y += X B for the warp's own half X of a tile whose rows of B begin at `query`. */
-template <class T, int D, int MT, int NT, int NX>
+template <int D, int MT, int NT, int NX, class T>
 __device__ inline void multiply_own_half(float (&Y)[MT][NT][4], const float (&X)[MT][NX][4], uint32_t B, int query,
-                                         int column)
+                                         int column, T type)
 {
 #pragma unroll
     for (int k = 0; k < NX / 2; k++) {
         uint32_t P[MT][4];
 #pragma unroll
         for (int m = 0; m < MT; m++)
-            pack_columns<T>(P[m], X[m], k);
-        multiply_columns<T, D>(Y, P, B, query + k * 16, column);
+            pack_columns(P[m], X[m], k, type);
+        multiply_columns<D>(Y, P, B, query + k * 16, column, type);
     }
 }
 
 /* The same for the partner's half, which was sent in the columns from `sent` on. */
-template <class T, int D, int BQ, int MT, int NT>
+template <int D, int BQ, int MT, int NT, class T>
 __device__ inline void multiply_other_half(float (&Y)[MT][NT][4], uint32_t tile, int key, int sent, uint32_t B,
-                                           int query, int column)
+                                           int query, int column, T type)
 {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -83,7 +83,7 @@ __device__ inline void multiply_other_half(float (&Y)[MT][NT][4], uint32_t tile,
 #pragma unroll
         for (int m = 0; m < MT; m++)
             load_matrices(P[m], chunk_at<BQ>(tile, key + m * 16 + lane % 16, sent / 8 + k * 2 + lane / 16));
-        multiply_columns<T, D>(Y, P, B, query + k * 16, column);
+        multiply_columns<D>(Y, P, B, query + k * 16, column, type);
     }
 }
 
@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     typedef key_major<MT, NT, BN, T> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared *)memory;
+    const T type = type_of<T>(a);
     const uint32_t sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / (PAIRS ? 64 : 32) * 16 * MT;
     const int query0 = PAIRS ? threadIdx.x / 32 % 2 * (BQ / 2) : 0, other0 = query0 ^ BQ / 2;
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     if (SCORES == BEGUN) {
         wait_copies<0>();
         __syncthreads();
-        scale_own<T, sizeof s.K, THREADS>(s.K, power_in(a.scale));
+        scale_own<sizeof s.K, THREADS>(s.K, power_in(a.scale), type);
     }
     for (int slot = 0; more; slot ^= SLOTS - 1) {
         wait_copies<0>();
@@ -268,9 +269,9 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         if constexpr (SCORES == GENERAL) {
             clear(dP);
             if (WHICH & ONLY_DK)
-                multiply_rows<T, D>(dP, sV, row0, sdO, query0); /* dP^T = V dO^T */
+                multiply_rows<D>(dP, sV, row0, sdO, query0, type); /* dP^T = V dO^T */
             clear(S);
-            multiply_rows<T, D>(S, sK, row0, sQ, query0); /* S^T = K Q^T */
+            multiply_rows<D>(S, sK, row0, sQ, query0, type); /* S^T = K Q^T */
             point_at_tiles<SCORES, extras>(t, extra_tiles + slot * extras::bytes(a, SCORES, NEAR), a, t.column0,
                                            row0 + lane / 4 * (2 * MT));
             score_and_differentiate(
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
             auto multiply_values = [&] {
                 clear(dP);
                 if (WHICH & ONLY_DK)
-                    multiply_rows<T, D>(dP, sV, row0, sdO, query0);
+                    multiply_rows<D>(dP, sV, row0, sdO, query0, type);
             };
             bool coarse = false;
             if (SCORES == BEGUN) {
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
                 begin_with_alibi(t, a, q, x);
             else
                 clear(S);
-            multiply_rows<T, D>(S, sK, row0, sQ, query0);
+            multiply_rows<D>(S, sK, row0, sQ, query0, type);
             if (SCORES == BEGUN && coarse)
                 subtract_rows(t, [&](int r) { return facts_of(r).x; });
             if (COPIES && !NEAR)
@@ -340,20 +341,20 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
         }
         if constexpr (PAIRS) {
             const uint32_t halves = shared_address(s.tiles);
-            send_half<T, BQ>(halves, row0, query0, S);
-            multiply_own_half<T, D>(dV, S, sdO, query0, column);
-            multiply_own_half<T, D>(dK, dP, sQ, query0, column);
+            send_half<BQ>(halves, row0, query0, S, type);
+            multiply_own_half<D>(dV, S, sdO, query0, column, type);
+            multiply_own_half<D>(dK, dP, sQ, query0, column, type);
             wait_for_partner();
-            multiply_other_half<T, D, BQ>(dV, halves, row0, other0, sdO, other0, column);
+            multiply_other_half<D, BQ>(dV, halves, row0, other0, sdO, other0, column, type);
             __syncwarp();
-            send_half<T, BQ>(halves, row0, other0, dP); /* where the partner's P was, which nobody else reads */
+            send_half<BQ>(halves, row0, other0, dP, type); /* where the partner's P was, which nobody else reads */
             wait_for_partner();
-            multiply_other_half<T, D, BQ>(dK, halves, row0, query0, sQ, other0, column);
+            multiply_other_half<D, BQ>(dK, halves, row0, query0, sQ, other0, column, type);
         } else {
             if (WHICH & ONLY_DV)
-                multiply_tile<T, D>(dV, S, sdO); /* dV += P^T dO */
+                multiply_tile<D>(dV, S, sdO, type); /* dV += P^T dO */
             if (WHICH & ONLY_DK)
-                multiply_tile<T, D>(dK, dP, sQ); /* dK += dS^T Q */
+                multiply_tile<D>(dK, dP, sQ, type); /* dK += dS^T Q */
         }
         if (SLOTS == 1) {
             __syncthreads();
@@ -369,11 +370,12 @@ __global__ void __launch_bounds__(Chip::template key_tiles<D, SCORES == GENERAL>
     auto store_keys = [&](const float(&x)[MT][COLUMNS / 8][4], const view &to, int width, uint32_t tile, char *memory) {
         const int64_t first = key_at(a, q, to, hk, n0), step = a.col_step * to.stride[2];
         const int half = column * (BN * 2); /* of the tile: where the warp's columns go out */
-        store_rows<T, COLUMNS, MT, true>(x, to, width - column, a.accumulate, tile + half, memory + half, row0,
-                                         [&](int r) {
-                                             r = key_order<MT>()(r);
-                                             return r < keys ? first + r * step + column : NOWHERE;
-                                         });
+        const auto where = [&](int r) {
+            r = key_order<MT>()(r);
+            return r < keys ? first + r * step + column : NOWHERE;
+        };
+        store_rows<COLUMNS, MT, true>(x, to, width - column, a.accumulate, tile + half, memory + half, row0, where,
+                                      type);
     };
     if (WHICH & ONLY_DK && a.d_k.data)
         store_keys(dK, a.d_k, a.D, sK, s.K);

@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     typedef query_major<MT, NT, T, order_of_keys::NEAR> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared *)memory;
+    const T type = type_of<T>(a);
     const char **const bias = (const char **)s.tiles; /* of each row, where S begins with it */
     const uint32_t sQ = shared_address(s.Q), sdO = shared_address(s.dO);
     constexpr uint32_t TILE = BC * D * 2;
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     if (SCORES == BEGUN) {
         wait_copies<0>();
         __syncthreads();
-        scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
+        scale_own<sizeof s.Q, THREADS>(s.Q, power_in(a.scale), type);
         coarse = __any_sync(~0u, is_coarse(s.L[row0 + lane % (16 * MT)]));
     }
 
@@ -156,9 +157,9 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
             draw_tile(t, kept, a, q, x);
         if constexpr (SCORES == GENERAL) {
             clear(dP);
-            multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); /* dP = dO V^T */
+            multiply_rows<D>(dP, sdO, row0, sV + slot * TILE, 0, type); /* dP = dO V^T */
             clear(S);
-            multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0); /* S  = Q K^T */
+            multiply_rows<D>(S, sQ, row0, sK + slot * TILE, 0, type); /* S  = Q K^T */
             wait_for_own_scores();
             point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
             if (a.mask.data)
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                 [&](int r) { return s.delta[t.row0 + own_tile::down(r)]; });
         } else {
             auto L = [&](int r) { return s.L[t.row0 + own_tile::down(r)]; };
-            auto multiply_values = [&] { clear(dP), multiply_rows<T, D>(dP, sdO, row0, sV + slot * TILE, 0); };
+            auto multiply_values = [&] { clear(dP), multiply_rows<D>(dP, sdO, row0, sV + slot * TILE, 0, type); };
             if constexpr (NEAR) {
                 wait_for_own_scores();
                 point_at_tiles<SCORES, extras>(t, s.tiles, a, t.row0, column0);
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
                 begin_with_alibi(t, a, q, x);
             else
                 clear(S);
-            multiply_rows<T, D>(S, sQ, row0, sK + slot * TILE, 0);
+            multiply_rows<D>(S, sQ, row0, sK + slot * TILE, 0, type);
             if constexpr (SCORES == BEGUN)
                 if (coarse || !whole) { /* one branch: with two, numbers were moved between them */
                     if (coarse)
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
         }
         if (COPIES && !NEAR)
             copy_next_scores();
-        multiply_tile<T, D>(dQ, dP, sK + slot * TILE); /* dQ += dS K */
+        multiply_tile<D>(dQ, dP, sK + slot * TILE, type); /* dQ += dS K */
         if (SLOTS == 1) {
             __syncthreads();
             if (more)
@@ -238,8 +239,9 @@ __global__ void __launch_bounds__(Chip::template query_tiles<D, SCORES == GENERA
     const int i0 = s.i0, rows = min(BR, q.rows - i0);
     scale_rows(dQ, a.scale);
     const int64_t first = row_at(a.d_q, q.q_batch, x.h, q.q_row + i0), step = a.d_q.stride[2];
-    store_rows<T, D, MT, true>(dQ, a.d_q, a.D, a.accumulate, sQ, s.Q, row0,
-                               [&](int r) { return r < rows ? first + r * step : NOWHERE; });
+    store_rows<D, MT, true>(
+        dQ, a.d_q, a.D, a.accumulate, sQ, s.Q, row0, [&](int r) { return r < rows ? first + r * step : NOWHERE; },
+        type);
     wait_for_last(); /* when this kernel has ended, so has that of dK and dV */
 #endif
 }

@@ -15,15 +15,19 @@ __device__ inline uint32_t times(uint32_t two, float p, __nv_bfloat16)
     const __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)&two, __float2bfloat162_rn(p));
     return *(uint32_t *)&x;
 }
+__device__ inline uint32_t times(uint32_t two, float p, either type)
+{
+    return type.is_bf16 ? times(two, p, __nv_bfloat16()) : times(two, p, __half());
+}
 #endif
 
 /* Multiplies so many bytes of shared memory by p, when all have arrived; a barrier must follow. */
-template <class T, int BYTES, int THREADS> __device__ inline void scale_own(char *tile, float p)
+template <int BYTES, int THREADS, class T> __device__ inline void scale_own(char *tile, float p, T type)
 {
 #pragma unroll 1
     for (int at = threadIdx.x * 16; at < BYTES; at += THREADS * 16) {
         uint4 &x = *(uint4 *)(tile + at);
-        x = make_uint4(times(x.x, p, T()), times(x.y, p, T()), times(x.z, p, T()), times(x.w, p, T()));
+        x = make_uint4(times(x.x, p, type), times(x.y, p, type), times(x.z, p, type), times(x.w, p, type));
     }
 }
 
@@ -139,7 +143,7 @@ __device__ inline void begin_with_bias(Tile &t, const mma_args &a, bool all_exis
             const float l = less(r);
 #pragma unroll
             for (int c = 0; c < Tile::C; c += 2) {
-                const float2 both = to_floats(x[r][c / 2], typename Tile::type());
+                const float2 both = to_floats(x[r][c / 2], type_of<typename Tile::type>(a));
                 take_less(r, c, both.x, l), take_less(r, c + 1, both.y, l);
             }
         }
@@ -203,7 +207,7 @@ template <class Tile> __device__ inline void begin_with_near_bias(Tile &t, const
                 const words_of<NEAR * 2> part(t.bias + t.down(r) * Tile::extras::pitch(2) + t.apart(c) * 2);
 #pragma unroll
                 for (int e = 0; e < NEAR; e += 2) {
-                    const float2 both = to_floats(part.x[e / 2], typename Tile::type());
+                    const float2 both = to_floats(part.x[e / 2], type_of<typename Tile::type>(a));
                     t.at(r, c + e) = both.x, t.at(r, c + e + 1) = both.y;
                 }
             }

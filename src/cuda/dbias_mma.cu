@@ -163,7 +163,7 @@ __device__ static void start_part(shared_dbias &s, const meeting &m, int slot, i
 /* ---- Results ----------------------------------------------------------------------------------------------------- */
 
 /* The lane's sums of a tile, where eight keys are whole pieces of 16 bytes. */
-template <class T, class Tile> __device__ static void store_tile(Tile &t, const args &a, int keys, int b, int h)
+template <class Tile> __device__ static void store_tile(Tile &t, const args &a, int keys, int b, int h)
 {
 #pragma unroll
     for (int r = 0; r < Tile::R; r++) {
@@ -177,8 +177,8 @@ template <class T, class Tile> __device__ static void store_tile(Tile &t, const 
                 to[0] = make_float4(t.at(r, c), t.at(r, c + 1), t.at(r, c + 2), t.at(r, c + 3));
                 to[1] = make_float4(t.at(r, c + 4), t.at(r, c + 5), t.at(r, c + 6), t.at(r, c + 7));
             } else {
-                auto two = [&](int e) { return pack<T>(t.at(r, c + e), t.at(r, c + e + 1)); };
-                *(uint4 *)((T *)a.d_bias.data + row + t.key(c)) = make_uint4(two(0), two(2), two(4), two(6));
+                auto two = [&](int e) { return pack(t.at(r, c + e), t.at(r, c + e + 1), type_of<either>(a)); };
+                *(uint4 *)((uint16_t *)a.d_bias.data + row + t.key(c)) = make_uint4(two(0), two(2), two(4), two(6));
             }
         }
     }
@@ -242,12 +242,11 @@ template <class Tile> __device__ static void sum_and_store(shared_dbias &s, Tile
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
-template <class T>
 __global__ void __launch_bounds__(THREADS, 2)
     dbias_mma(const __grid_constant__ args a, const __grid_constant__ division d)
 {
 #if CHIP_RUNS_HERE
-    typedef query_major<MT, NT, T, order_of_keys::NEAR> own_tile;
+    typedef query_major<MT, NT, either, order_of_keys::NEAR> own_tile;
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_dbias *)memory;
     char *const tiles = memory + sizeof(shared_dbias) + (d.slots() - 2) * OWN_TILE;
@@ -280,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     auto store_tiles = [&](int tile, int end) {
         for (; tile < end; tile++) {
             own_tile t = { sum, NULL, NULL, own.first.i0 + row0 + lane / 4, tile * BC + column0, row0 + lane / 4 };
-            store_tile<T>(t, a, d.keys, own.b, own.h);
+            store_tile(t, a, d.keys, own.b, own.h);
             clear(sum);
         }
     };
@@ -302,8 +301,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         clear(X);
 #pragma unroll 1
         for (int part = 0; part < parts; stage ^= 1) {
-            multiply_rows<T, PART>(X, shared_address(s.own) + (d.stays ? part : stage) * OWN_TILE, row0,
-                                   shared_address(s.keys) + stage * KEY_TILE, 0);
+            multiply_rows<PART>(X, shared_address(s.own) + (d.stays ? part : stage) * OWN_TILE, row0,
+                                shared_address(s.keys) + stage * KEY_TILE, 0, type_of<either>(a));
             wait_copies<0>();
             __syncthreads(); /* all have multiplied this part, the next one is here, and the one after it is sent for */
             const bool same = part + 2 < parts;
@@ -386,8 +385,7 @@ static heed_status run(const args &a, int keys, const heed_device &chip, const h
     d.stays = d.pairs == 1 && d.strip > 1;
     d.stays = d.stays && 2 * (bytes_of(a, d) + 1024) <= chip.shared_bytes + 1024; /* beside another block */
     const int64_t blocks = heads * d.tiles * d.strips;
-    const void *const kernel = a.q.dtype == HEED_F16 ? (const void *)dbias_mma<__half>
-                                                     : (const void *)dbias_mma<__nv_bfloat16>;
+    const void *const kernel = (const void *)dbias_mma;
     void *arguments[] = { (void *)&a, (void *)&d };
     if (shared_by == 1)
         return heed_cuda_launch(kernel, blocks, THREADS, bytes_of(a, d), x, arguments);

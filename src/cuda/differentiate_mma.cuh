@@ -49,7 +49,7 @@ __device__ inline void add_bias(key_major<MT, NT, KEYS, T> &t, float factor, con
             const words_of<4 * MT> row(t.bias + t.down(r) * extras::pitch(2));
 #pragma unroll
             for (int c = 0; c < 2 * MT; c += 2) {
-                const float2 both = to_floats(row.x[c / 2], T());
+                const float2 both = to_floats(row.x[c / 2], type_of<T>(a));
                 t.at(r, c) = fmaf(t.at(r, c), factor, both.x);
                 t.at(r, c + 1) = fmaf(t.at(r, c + 1), factor, both.y);
             }

@@ -13,11 +13,10 @@ heed_status heed_forward_mma(const heed_problem *p, const heed_plan *plan, const
     const args &a = call.a;
     if (call.status)
         return call.status;
-    int scores = scores_of<ampere>(a, plan->device.arch);
-    if (plan->device.arch >= UNMEASURED_ARCH && scores != PLAIN)
-        scores = GENERAL; /* for others Blackwell's compilers are a few registers short */
+    const int scores = scores_of<ampere>(a, plan->device.arch);
     if (scores != PLAIN && scores != GENERAL)
         return heed_cuda_forward_mma_terms(a, scores, x);
-    return a.q.dtype == HEED_F16 ? run<__half, ampere, PLAIN, GENERAL>(a, scores, x)
-                                 : run<__nv_bfloat16, ampere, PLAIN, GENERAL>(a, scores, x);
+    return scores == GENERAL       ? run<either, ampere, GENERAL>(a, scores, x)
+           : a.q.dtype == HEED_F16 ? run<__half, ampere, PLAIN>(a, scores, x)
+                                   : run<__nv_bfloat16, ampere, PLAIN>(a, scores, x);
 }

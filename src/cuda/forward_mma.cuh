@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
     typedef near_order<BC, SCORES == PLAIN> order_of_keys;
     typedef query_major<MT, NT, T, order_of_keys::NEAR> own_tile;
     auto &s = *(shared *)memory;
+    const T type = type_of<T>(a);
     const char **const bias = (const char **)s.tiles; /* of each row, where S begins with it */
     const uint32_t sQ = shared_address(s.Q), sK = shared_address(s.K), sV = shared_address(s.V);
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16 * MT;
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
     if (SCORES == BEGUN) {
         wait_copies<0>();
         __syncthreads();
-        scale_own<T, sizeof s.Q, THREADS>(s.Q, power_in(a.scale));
+        scale_own<sizeof s.Q, THREADS>(s.Q, power_in(a.scale), type);
     }
 
     for (bool first = V_EARLY; more; first = false) {
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
             begin_with_alibi(t, a, q, x);
         else
             clear(S);
-        multiply_rows<T, D>(S, sQ, row0, sK, 0); /* S += Q K^T */
+        multiply_rows<D>(S, sQ, row0, sK, 0, type); /* S += Q K^T */
         wait_copies<0>();
         __syncthreads(); /* V is here, and this K is no longer needed */
         if (more)
@@ -250,13 +251,15 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
             offset[r] = fabsf(m[r] * c) > COARSE ? 0.0f : m[r] * c;
         kept_bits<own_tile> kept;
         auto add_values = [&](auto drops) { /* some are multiplied while others are computed: no branch between them */
+                                            with_type(type, [&](auto known) {
 #pragma unroll
-                                            for (int k = 0; k < NT / 2; k++) {
-                                                exponentials(S, k, offset, l, c);
-                                                if (drops.value)
-                                                    drop(t, k, kept);
-                                                multiply_tile<T, D>(O, S, k, sV); /* O += P V */
-                                            }
+                                                for (int k = 0; k < NT / 2; k++) {
+                                                    exponentials(S, k, offset, l, c);
+                                                    if (drops.value)
+                                                        drop(t, k, kept);
+                                                    multiply_tile<D>(O, S, k, sV, known); /* O += P V */
+                                                }
+                                            });
         };
         if (DROPS && a.drop_below) {
             draw_tile(t, kept, a, q, x);
@@ -290,8 +293,8 @@ __global__ void __launch_bounds__(Chip::template tiles<D, SCORES>::THREADS, Chip
         store(a.lse, row_at(a.lse, q.q_batch, x.h, q.q_row + i0 + own_row),
               own_sum == 0.0f ? -CUDART_INF_F : own_most + logf(own_sum));
     const int64_t first = row_at(a.o, q.q_batch, x.h, q.q_row + i0), step = a.o.stride[2];
-    store_rows<T, D, MT, false>(O, a.o, a.Dv, false, sQ, s.Q, row0,
-                                [&](int r) { return r < rows ? first + r * step : NOWHERE; });
+    store_rows<D, MT, false>(
+        O, a.o, a.Dv, false, sQ, s.Q, row0, [&](int r) { return r < rows ? first + r * step : NOWHERE; }, type);
 #endif
 }
 

@@ -13,8 +13,9 @@ enum { PLAIN, BEGUN, WITH_ALIBI, MASKED, UNBIASED, GENERAL };
 
 __host__ __device__ constexpr bool begins(int scores) { return scores == BEGUN || scores == WITH_ALIBI; }
 
-/* Kernels for one term or a mask alone are for the chips where they were measured: not from this arch on. */
-constexpr int UNMEASURED_ARCH = 100;
+/* From this arch on there are plain and general kernels alone: for some of the others Blackwell's compilers are a few registers
+ * short. */
+constexpr int TWO_KINDS_ARCH = 100;
 
 /* Those that have mask and bias in shared memory. */
 __host__ __device__ constexpr bool copies_scores(int scores) { return scores >= MASKED; }
@@ -58,13 +59,13 @@ template <class Chip> static int scores_of(const args &a, int arch)
     const int D = width_of(a);
     if (!has_extras(a) && a.scale > 0)
         return PLAIN;
-    if (D <= Chip::UNBIASED_HEAD_DIM && arch < UNMEASURED_ARCH) {
-        if (one_term(a))
-            return a.bias.data ? BEGUN : WITH_ALIBI;
-        if (a.mask.data && !a.bias.data && !a.alibi.data && !(a.softcap > 0) && !a.drop_below && a.scale > 0)
-            return MASKED;
-    }
-    if (a.bias.data || a.scale < 1e-18f || D > Chip::UNBIASED_HEAD_DIM || (a.softcap > 0 && !Chip::CAPS_UNBIASED) ||
+    if (D > Chip::UNBIASED_HEAD_DIM || arch >= TWO_KINDS_ARCH)
+        return GENERAL;
+    if (one_term(a))
+        return a.bias.data ? BEGUN : WITH_ALIBI;
+    if (a.mask.data && !a.bias.data && !a.alibi.data && !(a.softcap > 0) && !a.drop_below && a.scale > 0)
+        return MASKED;
+    if (a.bias.data || a.scale < 1e-18f || (a.softcap > 0 && !Chip::CAPS_UNBIASED) ||
         (a.drop_below && D > Chip::DROPS_UNBIASED))
         return GENERAL;
     return UNBIASED;
@@ -297,12 +298,6 @@ __device__ inline void point_at_tiles(Tile &t, const char *tiles, const args &a,
     t.mask = tiles + (SCORES == GENERAL ? Extras::bias_bytes(a) : 0) + row * Extras::pitch(1) + column;
 }
 
-__device__ inline float2 to_floats(uint32_t two, __half) { return __half22float2(*(const __half2 *)&two); }
-__device__ inline float2 to_floats(uint32_t two, __nv_bfloat16)
-{
-    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
-}
-
 /* So many neighbouring bytes of memory as words. */
 struct in_global {
 };
@@ -358,7 +353,7 @@ __device__ inline void add_bias(query_major<MT, NT, T, NEAR> &t, float factor, c
                 const words_of<NEAR * 2> row(t.bias + t.down(r) * extras::pitch(2) + t.apart(c) * 2);
 #pragma unroll
                 for (int e = 0; e < NEAR; e += 2) {
-                    const float2 both = to_floats(row.x[e / 2], T());
+                    const float2 both = to_floats(row.x[e / 2], type_of<T>(a));
                     t.at(r, c + e) = fmaf(t.at(r, c + e), factor, both.x);
                     t.at(r, c + e + 1) = fmaf(t.at(r, c + e + 1), factor, both.y);
                 }

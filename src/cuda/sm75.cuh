@@ -14,6 +14,22 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+/* Either 16-bit type: a kernel of this T learns at run time which, so that there is one where there would be two. */
+struct either {
+    int is_bf16;
+};
+
+/* Calls something with the type as it is. Not for a single instruction: those that were there twice, each with a predicate,
+ * made kernels of mma.sync 11 to 22% slower. */
+template <class T, class Call> __device__ inline void with_type(T type, Call call) { call(type); }
+template <class Call> __device__ inline void with_type(either type, Call call)
+{
+    if (type.is_bf16)
+        call(__nv_bfloat16());
+    else
+        call(__half());
+}
+
 __device__ inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 /* Named barriers, 1 to 15, of so many threads, whole warps: sync waits, arrive does not. */
@@ -265,6 +281,29 @@ template <> __device__ inline uint32_t pack<__nv_bfloat16>(float x, float y)
 {
     __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
     return *(uint32_t *)&both;
+}
+template <class T> __device__ inline uint32_t pack(float x, float y, T) { return pack<T>(x, y); }
+#if !HEED_TURING
+__device__ inline uint32_t pack(float x, float y, either type)
+{
+    uint32_t both;
+    asm("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\n"
+        "cvt.rn.f16x2.f32 %0, %2, %1;\n@p cvt.rn.bf16x2.f32 %0, %2, %1;\n}"
+        : "=&r"(both)
+        : "f"(x), "f"(y), "r"(type.is_bf16));
+    return both;
+}
+#endif
+
+/* The same two as floats. */
+__device__ inline float2 to_floats(uint32_t two, __half) { return __half22float2(*(const __half2 *)&two); }
+__device__ inline float2 to_floats(uint32_t two, __nv_bfloat16)
+{
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
+}
+__device__ inline float2 to_floats(uint32_t two, either type)
+{
+    return type.is_bf16 ? to_floats(two, __nv_bfloat16()) : to_floats(two, __half());
 }
 
 #endif

@@ -168,9 +168,13 @@ template <int MT, int NT> __device__ inline void clear(float (&x)[MT][NT][4])
                 x[m][n][e] = 0.0f;
 }
 
+/* The type of q, k and v: T, or what it is at run time. */
+template <class T> __device__ inline T type_of(const args &) { return T(); }
+template <> __device__ inline either type_of<either>(const args &a) { return { a.q.dtype == HEED_BF16 }; }
+
 /* X += A B^T: rows `a_row` .. + 16 MT of tile A times rows b_row .. + 8 NT of tile B. */
-template <class T, int D, int MT, int NT>
-__device__ inline void multiply_rows(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row)
+template <int D, int MT, int NT, class T>
+__device__ inline void multiply_rows(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row, T type)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t a_first = chunk_at<D>(A, a_row + lane % 16, lane / 16);
@@ -187,52 +191,60 @@ __device__ inline void multiply_rows(float (&X)[MT][NT][4], uint32_t A, int a_ro
             load_matrices(b, along<D>(b_first, k * 2) + n * 8 * D * 2);
 #pragma unroll
             for (int m = 0; m < MT; m++) {
-                multiply(X[m][n], a[m], b[0], b[1], T());
-                multiply(X[m][n + 1], a[m], b[2], b[3], T());
+                multiply(X[m][n], a[m], b[0], b[1], type);
+                multiply(X[m][n + 1], a[m], b[2], b[3], type);
             }
         }
     }
 }
 
+template <int D, int MT, int NT>
+__device__ inline void multiply_rows(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row, either type)
+{
+    with_type(type, [&](auto known) { multiply_rows<D>(X, A, a_row, B, b_row, known); });
+}
+
 /* Columns 16 k .. + 16 of a tile of results become the left operand of the next product, without leaving their
  * lanes. */
-template <class T, int NT> __device__ inline void pack_columns(uint32_t (&P)[4], const float (&X)[NT][4], int k)
+template <int NT, class T> __device__ inline void pack_columns(uint32_t (&P)[4], const float (&X)[NT][4], int k, T type)
 {
-    P[0] = pack<T>(X[2 * k][0], X[2 * k][1]);
-    P[1] = pack<T>(X[2 * k][2], X[2 * k][3]);
-    P[2] = pack<T>(X[2 * k + 1][0], X[2 * k + 1][1]);
-    P[3] = pack<T>(X[2 * k + 1][2], X[2 * k + 1][3]);
+    P[0] = pack(X[2 * k][0], X[2 * k][1], type);
+    P[1] = pack(X[2 * k][2], X[2 * k][3], type);
+    P[2] = pack(X[2 * k + 1][0], X[2 * k + 1][1], type);
+    P[3] = pack(X[2 * k + 1][2], X[2 * k + 1][3], type);
 }
 
 /* Y += X B for columns 16 k .. + 16 of X and as many rows of tile B, which is D wide. */
-template <class T, int D, int MT, int NT>
-__device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const float (&X)[MT][NT][4], int k, uint32_t B)
+template <int D, int MT, int NT, class T>
+__device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const float (&X)[MT][NT][4], int k, uint32_t B, T type)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t b_first = chunk_at<D>(B, lane % 16, lane / 16);
     uint32_t P[MT][4];
 #pragma unroll
     for (int m = 0; m < MT; m++)
-        pack_columns<T>(P[m], X[m], k);
+        pack_columns(P[m], X[m], k, type);
 #pragma unroll
     for (int n = 0; n < D / 8; n += 2) {
         uint32_t b[4];
         load_matrices_transposed(b, along<D>(b_first, n) + k * 16 * D * 2);
 #pragma unroll
         for (int m = 0; m < MT; m++) {
-            multiply(Y[m][n], P[m], b[0], b[1], T());
-            multiply(Y[m][n + 1], P[m], b[2], b[3], T());
+            multiply(Y[m][n], P[m], b[0], b[1], type);
+            multiply(Y[m][n + 1], P[m], b[2], b[3], type);
         }
     }
 }
 
 /* Y += X B for all columns of X. */
-template <class T, int D, int MT, int NT>
-__device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const float (&X)[MT][NT][4], uint32_t B)
+template <int D, int MT, int NT, class T>
+__device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const float (&X)[MT][NT][4], uint32_t B, T type)
 {
+    with_type(type, [&](auto known) {
 #pragma unroll
-    for (int k = 0; k < NT / 2; k++)
-        multiply_tile<T, D>(Y, X, k, B);
+        for (int k = 0; k < NT / 2; k++)
+            multiply_tile<D>(Y, X, k, B, known);
+    });
 }
 
 /* ---- Registers to memory ----------------------------------------------------------------------------------------- */
@@ -240,9 +252,9 @@ __device__ inline void multiply_tile(float (&Y)[MT][D / 8][4], const float (&X)[
 /* Writes the warp's 16 MT rows to t, row r at element offset where(r), which may be NOWHERE. 16-bit results
  * pass through the warp's own rows of a tile that is no longer needed, to leave in pieces of 16 bytes; so do fp32 results
  * that may have to be added to what is there (ADDS), as they would be a third of a kernel's code otherwise. */
-template <class T, int D, int MT, bool ADDS, class Where>
+template <int D, int MT, bool ADDS, class Where, class T>
 __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t, int width, bool accumulate,
-                                  uint32_t tile, char *tile_memory, int row, Where where)
+                                  uint32_t tile, char *tile_memory, int row, Where where, T type)
 {
     const int lane = threadIdx.x % 32, g = lane / 4, pair = lane % 4 * 2;
     if (!ADDS && t.dtype == HEED_F32) {
@@ -299,7 +311,7 @@ __device__ inline void store_rows(const float (&Y)[MT][D / 8][4], const view &t,
             for (int n = 0; n < D / 8; n++) {
                 const int r = row + m * 16 + half * 8 + g;
                 *(uint32_t *)(tile_memory + (chunk_at<D>(tile, r, n) - tile) +
-                              pair * 2) = pack<T>(Y[m][n][half * 2], Y[m][n][half * 2 + 1]);
+                              pair * 2) = pack(Y[m][n][half * 2], Y[m][n][half * 2 + 1], type);
             }
     __syncwarp();
 #pragma unroll 2
