@@ -1,5 +1,5 @@
 /* Backward for fp32 on Hopper: a pass splits all operands, then come the kernels of backward_sm90split.cuh, or above head size
- * 128 the one of backward_sm90split_wide.cu, and what these have marked backward_split.cu computes again. */
+ * 128 the one of backward_sm90split_wide.cu, and what these have marked backward_split.cuh computes again. */
 #include "backward_sm90split_dq.cuh"
 
 /* ---- Kernels ----------------------------------------------------------------------------------------------------- */

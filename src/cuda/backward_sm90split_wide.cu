@@ -10,7 +10,7 @@
  * warpgroup, as both hold the same elements. Results leave no registers for a second set of as many sums: products are added
  * to them 64 columns at a time.
  *
- * What is marked backward_split.cu computes again: see backward_sm90split.cuh. */
+ * What is marked backward_splitwide.cu computes again: see backward_sm90split.cuh. */
 #include "backward_sm90split.cuh"
 
 /* TERMS: of scores_split.cuh. */

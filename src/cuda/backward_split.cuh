@@ -44,7 +44,9 @@ template <int D> struct shared_backward {
     int low[SPLIT_ROWS], high[SPLIT_ROWS];
     span sequence; /* what is looked at once for each tile lies here and not in registers */
     head of[2];
-    shift own[2];                     /* of A1 and A2, where there are no registers for them */
+    unsigned block;                   /* its number, where it has several one after the other */
+    int own_h, from;                  /* the head and the first of the own rows */
+    shift own[2];                     /* of A1 and A2 */
     int first, last, inside, outside; /* what of the other side some of the own rows see, and what all of them do */
 };
 
@@ -90,13 +92,13 @@ template <int D> struct gradient {
 
 /* ---- The other side ---------------------------------------------------------------------------------------------- */
 
-/* Facts of row i of the queries to where they are looked at. Where there are L and delta instead, P is 2^rest times as
+/* Facts of row i of the queries to where they are looked at. again: there are L and delta instead, and P is 2^rest times as
  * large: most_of() says how large its logarithm may be. */
 __device__ inline void bring_facts(row_facts_split &to, const args &a, const split_tensors &split, const span &q, int h,
-                                   int i)
+                                   int i, bool again)
 {
     const int64_t number = ((int64_t)q.q_batch * a.Hq + h) * a.q_rows + q.q_row + i;
-    if (split.facts)
+    if (!again)
         copy_async(shared_address(&to), split.facts + number, 16);
     else
         to = { split.L[number], 0.0f, split.delta[number], load(a.lse, row_at(a.lse, q.q_batch, h, q.q_row + i)) };
@@ -108,7 +110,8 @@ struct place {
 };
 
 template <bool KEYS, int D>
-__device__ static void meet(shared_backward<D> &s, int slot, const args &a, const split_tensors &split, place p)
+__device__ static void meet(shared_backward<D> &s, int slot, const args &a, const split_tensors &split, place p,
+                            bool again)
 {
     constexpr int THREADS = threads_of<D>;
     const span &q = s.sequence;
@@ -119,7 +122,7 @@ __device__ static void meet(shared_backward<D> &s, int slot, const args &a, cons
     copy_split<D, MEET, THREADS>(shared_address(s.B2[slot]), split_row<D>(B2, batch, p.h, row), rows);
     if (KEYS && threadIdx.x < MEET) {
         const int i = min(p.at + (int)threadIdx.x, q.rows - 1), to = slot * MEET + threadIdx.x;
-        bring_facts(s.facts[to], a, split, q, p.h, i);
+        bring_facts(s.facts[to], a, split, q, p.h, i, again);
         band_of_row(a, q, i, s.low[to], s.high[to]);
         if (p.at + (int)threadIdx.x >= q.rows)
             s.low[to] = s.high[to] = 0; /* sees nothing */
@@ -138,6 +141,15 @@ __device__ static void clear(float (&x)[1][NT][4])
 #pragma unroll
         for (int e = 0; e < 4; e++)
             x[0][n][e] = 0.0f;
+}
+
+__device__ static void copy(float (&to)[1][NT][4], const float (&from)[1][NT][4])
+{
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            to[0][n][e] = from[0][n][e];
 }
 
 __device__ inline float most_of(const row_facts_split &f, bool divided)
@@ -179,19 +191,24 @@ __device__ static void differentiate_any(Tile &S, Tile &dP, const row_facts_spli
 #pragma unroll
         for (int e = 0; e < 4; e++)
             S.X[0][n][e] *= up, S.X[0][n][e] *= further;
+    __builtin_assume(a.bias.dtype == HEED_F32); /* check.c wants it so where q is; an absent one has it too */
     score_with_slope(S, slope, a, q, x, whole);
+    uint32_t kept = 0; /* a bit for each score */
+    if (a.drop_below) {
+        const uint64_t seed = seed_of(a);
+#pragma unroll 1
+        for (int r = 0; r < Tile::R; r++)
+            kept |= draw(S, r, a, q, x, seed) << r * Tile::C;
+    }
 #pragma unroll
     for (int r = 0; r < Tile::R; r++) {
         const row_facts_split f = facts[S.query0 + Tile::later(r)];
-        uint32_t kept = ~0u;
-        if (a.drop_below)
-            kept = draw(S, r, a, q, x, seed_of(a));
 #pragma unroll
         for (int c = 0; c < Tile::C; c++) {
             const bool near = divided && fabsf(f.log2) < 1e7f;
             const float x2 = near ? fmaf(S.at(r, c), LOG2E, -f.log2) : (S.at(r, c) - f.lse) * LOG2E;
             const float p = exp2_fast(min_or_nan(x2, near ? 0.5f : 0.0f));
-            const float keep = !a.drop_below ? 1.0f : kept >> c & 1 ? a.keep_scale : 0.0f;
+            const float keep = !a.drop_below ? 1.0f : kept >> (r * Tile::C + c) & 1 ? a.keep_scale : 0.0f;
             S.at(r, c) = p * keep;
             dP.at(r, c) = p == 0.0f ? 0.0f : p * fmaf(dP.at(r, c) * down, keep, -f.delta) * slope[r][c];
         }
@@ -233,20 +250,30 @@ __device__ static void find_other_side(shared_backward<D> &s, const args &a, con
     s.first = min(s.first, first) / MEET * MEET, s.last = max(s.last, last);
 }
 
-/* Which results: the registers of a warp hold dK and dV of 16 keys at D = 64, at 128 one of them. */
-enum { FIRST = 1, SECOND = 2 };
+/* What a block has to do. */
+struct share {
+    int block, tiles; /* its number among the blocks of its kind, and how many of these a head has */
+    const int *only;  /* see marked; NULL: all rows are wanted */
+    bool values; /* of keys, above D = 64: dV and not dK. The registers of a warp hold both of 16 keys at 64 alone */
+    bool again;  /* what another kernel has left: its scores are that one's, which the forward had too */
+};
 
-/* AGAIN: what another kernel has left. Its scores are the forward's. */
-template <int D, bool GENERAL, bool AGAIN, bool KEYS, int WHICH>
-__device__ static void own_rows(shared_backward<D> &s, const args &a, const split_tensors &split, int block, int tiles,
-                                int exact_below, const int *only)
+/* Inlined, so that what a kernel knows of w takes no code. Above D = 64 dK and dV are one piece of code, as
+ * all that they differ in is one product and what is added to the result. */
+template <int D, bool GENERAL, bool KEYS>
+__device__ __forceinline__ void own_rows(shared_backward<D> &s, const args &a, const split_tensors &split,
+                                         const share &w, int exact_below)
 {
+    constexpr bool BOTH = KEYS && D == 64; /* dK and dV */
+    const bool values = KEYS && !BOTH && w.values, again = w.again;
     constexpr int SLOTS = shared_backward<D>::SLOTS, THREADS = threads_of<D>, W = columns_of<D>;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x % 128 / 32 * 16, heads = KEYS ? a.Hk : a.Hq;
-    const int own_h = block / tiles % heads, from = (KEYS ? block % tiles : tiles - 1 - block % tiles) * SPLIT_ROWS;
+    const int own_h = w.block / w.tiles % heads, tile = w.block % w.tiles;
+    const int from = (KEYS ? tile : w.tiles - 1 - tile) * SPLIT_ROWS;
     if (threadIdx.x == 0) {
-        s.sequence = span_of(a, block / tiles / heads);
+        s.sequence = span_of(a, w.block / w.tiles / heads);
         s.of[0] = head_of(a, s.sequence, KEYS ? own_h * a.G : own_h);
+        s.own_h = own_h, s.from = from;
     }
     __syncthreads();
     const span &q = s.sequence;
@@ -257,32 +284,30 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
     const split_rows &B1 = KEYS ? split.q : split.k, &B2 = KEYS ? split.d_o : split.v;
     const int batch = KEYS ? q.k_batch : q.q_batch, row = (KEYS ? q.k_row : q.q_row) + from;
     const int64_t own_at = split_at(A1, batch, own_h, row);
-    if (only && !only[own_at])
+    if (w.only && !w.only[own_at])
         return;
     const uint32_t sA1 = shared_address(s.A1), sA2 = shared_address(s.A2);
     copy_split<D, SPLIT_ROWS, THREADS>(sA1, split_row<D>(A1, batch, own_h, row), rows);
     copy_split<D, SPLIT_ROWS, THREADS>(sA2, split_row<D>(A2, batch, own_h, row), rows);
     if (!KEYS && threadIdx.x < SPLIT_ROWS) {
         const int i = from + min((int)threadIdx.x, rows - 1);
-        bring_facts(s.facts[threadIdx.x], a, split, q, own_h, i);
+        bring_facts(s.facts[threadIdx.x], a, split, q, own_h, i, again);
         band_of_row(a, q, i, s.low[threadIdx.x], s.high[threadIdx.x]);
     }
     commit_copies();
-    const shift of_own[2] = { A1.shifts[own_at], A2.shifts[own_at] };
     if (threadIdx.x == 0) {
-        if (D > 128)
-            s.own[0] = of_own[0], s.own[1] = of_own[1];
+        s.own[0] = A1.shifts[own_at], s.own[1] = A2.shifts[own_at];
         find_other_side<KEYS>(s, a, q, from, rows);
     }
     __syncthreads();
 
     const int column0 = D > W ? threadIdx.x / 128 * W : 0; /* of this warp's results */
-    gradient<D> y1, y2;                                    /* dK and dV, or dQ */
+    gradient<D> y, dV;                                     /* y: dK, dQ, or dV where it has no other place */
     place next = { KEYS ? own_h * a.G : own_h / a.G, s.first };
     const int h_end = KEYS ? next.h + a.G : next.h + 1;
     const bool any = s.first < s.last;
     if (any && SLOTS == 2)
-        meet<KEYS>(s, 0, a, split, next);
+        meet<KEYS>(s, 0, a, split, next, again);
     for (int slot = 0; any && next.h < h_end; slot = SLOTS == 2 ? slot ^ 1 : 0) {
         const place here = next;
         next.at += MEET;
@@ -290,22 +315,22 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
             next.at = s.first, next.h++;
         if (SLOTS == 1) {
             __syncthreads(); /* the tile before is no longer needed */
-            meet<KEYS>(s, 0, a, split, here);
+            meet<KEYS>(s, 0, a, split, here, again);
         }
         const int met_batch = KEYS ? q.q_batch : q.k_batch;
         const int met_row = (KEYS ? q.q_row : q.k_row) + here.at / SPLIT_ROWS * SPLIT_ROWS;
         const int64_t met_at = split_at(B1, met_batch, here.h, met_row);
         const shift met1 = B1.shifts[met_at], met2 = B2.shifts[met_at];
-        const shift own1 = D > 128 ? s.own[0] : of_own[0], own2 = D > 128 ? s.own[1] : of_own[1];
+        const shift own1 = s.own[0], own2 = s.own[1];
         wait_copies<0>();
         __syncthreads(); /* this tile is here, and, of two slots, the one before no longer needed */
         if (SLOTS == 2 && next.h < h_end)
-            meet<KEYS>(s, slot ^ 1, a, split, next);
+            meet<KEYS>(s, slot ^ 1, a, split, next, again);
         const uint32_t sB1 = shared_address(s.B1[slot]), sB2 = shared_address(s.B2[slot]);
         const head &x = s.of[KEYS ? slot : 0];
         const bool whole = here.at >= s.inside && here.at + MEET <= s.outside;
         float S[1][NT][4], dP[1][NT][4];
-        const int own = from + row0 + lane / 4, met = here.at + lane % 4 * 2;
+        const int own = s.from + row0 + lane / 4, met = here.at + lane % 4 * 2;
         const int *lows = s.low + (KEYS ? slot * MEET : 0), *highs = s.high + (KEYS ? slot * MEET : 0);
         const int query0 = KEYS ? lane % 4 * 2 : row0 + lane / 4;
         own_tile<KEYS> t = { S, lows, highs, KEYS ? met : own, KEYS ? own : met, query0 };
@@ -313,27 +338,29 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
         const bool exactly = own1.strange | met1.strange || own1.s + met1.s < exact_below;
         if (exactly)
             multiply_exactly(t, a, q, x, KEYS ? met1.s : own1.s, KEYS ? own1.s : met1.s);
-        else if (AGAIN)
+        else if (again)
             multiply_split_again<D, SPLIT_ROWS, MEET>(S, sA1, row0, sB1, 0);
         else
             multiply_split_rows<D, SPLIT_ROWS, MEET>(S, sA1, row0, sB1, 0);
-        if (WHICH & FIRST)
-            multiply_split_rows<D, SPLIT_ROWS, MEET>(dP, sA2, row0, sB2, 0);
-        else
+        if (values)
             clear(dP);
+        else
+            multiply_split_rows<D, SPLIT_ROWS, MEET>(dP, sA2, row0, sB2, 0);
         differentiate<GENERAL>(t, dt, s.facts + (KEYS ? slot * MEET : 0), a, q, x, own1.s + met1.s, own2.s + met2.s,
-                               AGAIN && !exactly ? exponents_back<D> : LOG2E, AGAIN && !split.facts, whole);
-        if (WHICH & SECOND)
-            y2.add(S, sB2 + column0 / 64 * MEET * 128, met2.s);
-        if (WHICH & FIRST)
-            y1.add(dP, sB1 + column0 / 64 * MEET * 128, met1.s);
+                               again && !exactly ? exponents_back<D> : LOG2E, again, whole);
+        if (BOTH)
+            dV.add(S, sB2, met2.s);
+        if (values)
+            copy(dP, S);
+        y.add(dP, (values ? sB2 : sB1) + column0 / 64 * MEET * 128, values ? met2.s : met1.s);
     }
     wait_copies<0>();
     const auto where = [&](const view &t) {
         return [&](int r) {
-            return row0 + r >= rows ? NOWHERE
-                   : KEYS           ? key_at(a, q, t, own_h, from + row0 + r)
-                                    : row_at(t, q.q_batch, own_h, q.q_row + from + row0 + r);
+            const int i = s.from + row0 + r;
+            return i >= (KEYS ? q.keys : q.rows) ? NOWHERE
+                   : KEYS                        ? row_at(t, q.k_batch, s.own_h, q.k_row + a.col + i * a.col_step)
+                                                 : row_at(t, q.q_batch, s.own_h, q.q_row + i);
         };
     };
     const auto store = [&](gradient<D> &y, view t, float scale, int width) {
@@ -341,42 +368,71 @@ __device__ static void own_rows(shared_backward<D> &s, const args &a, const spli
         t.data += column0 * t.stride[3] * (int)sizeof(float);
         store_rows_fp32<W, 1>(y.x, t, width - column0, a.accumulate, where(t));
     };
-    const view &d1 = KEYS ? a.d_k : a.d_q;
-    if (WHICH & FIRST && d1.data)
-        store(y1, d1, GENERAL ? 1.0f : a.scale, a.D);
-    if (WHICH & SECOND && a.d_v.data)
-        store(y2, a.d_v, 1.0f, a.Dv);
+    const view &d = values ? a.d_v : KEYS ? a.d_k : a.d_q;
+    if (d.data)
+        store(y, d, GENERAL || values ? 1.0f : a.scale, values ? a.Dv : a.D);
+    if (BOTH && a.d_v.data)
+        store(dV, a.d_v, 1.0f, a.Dv);
 }
 
-/* The blocks of each kind, in the order of their numbers. */
+/* The blocks of each kind, in the order of their numbers: dK, dV, dQ. */
 struct kinds {
     int key_tiles, query_tiles, dv, dk, dq;
 };
 
-template <int D, bool GENERAL, bool AGAIN>
+/* again: see share. */
+template <int D, bool GENERAL>
 __device__ __forceinline__ void compute_block(const args &a, const split_tensors &split, const kinds &n, int block,
-                                              int exact_below, const marked &only)
+                                              int exact_below, const marked &only, bool again)
 {
     extern __shared__ __align__(1024) char memory[];
     auto &s = *(shared_backward<D> *)memory;
-    if (block < n.dk)
-        own_rows<D, GENERAL, AGAIN, true, D == 64 ? FIRST | SECOND : FIRST>(s, a, split, block, n.key_tiles,
-                                                                            exact_below, only.keys);
-    else if (D > 64 && block < n.dk + n.dv)
-        own_rows<D, GENERAL, AGAIN, true, SECOND>(s, a, split, block - n.dk, n.key_tiles, exact_below, only.keys);
+    const bool values = block >= n.dk;
+    if (block < n.dk + n.dv)
+        own_rows<D, GENERAL, true>(s, a, split, { block - (values ? n.dk : 0), n.key_tiles, only.keys, values, again },
+                                   exact_below);
     else
-        own_rows<D, GENERAL, AGAIN, false, FIRST>(s, a, split, block - n.dk - n.dv, n.query_tiles, exact_below,
-                                                  only.queries);
+        own_rows<D, GENERAL, false>(s, a, split, { block - n.dk - n.dv, n.query_tiles, only.queries, false, again },
+                                    exact_below);
 }
 
+/* The whole problem, up to D = 128. */
 template <int D, bool GENERAL>
-__global__ void __launch_bounds__(threads_of<D>, D > 128 ? 1 : 2)
+__global__ void __launch_bounds__(threads_of<D>, 2)
     backward_split(const __grid_constant__ args a, const __grid_constant__ split_tensors split, kinds n,
                    int exact_below)
 {
 #if HEED_SPLIT_HERE
-    if constexpr (D <= 128 || __CUDA_ARCH__ >= 900) /* of which no other has the shared memory */
-        compute_block<D, GENERAL, false>(a, split, n, blockIdx.x, exact_below, {});
+    compute_block<D, GENERAL>(a, split, n, blockIdx.x, exact_below, {}, false);
+#endif
+}
+
+/* The rows that a kernel of Hopper has marked, by few blocks, as there are seldom any. Above D = 128 also the whole problem,
+ * where nothing says what is marked: only Hopper has the shared memory for that, and one kernel is half as much to compile
+ * as two that are all but the same. */
+template <int D>
+__global__ void __launch_bounds__(threads_of<D>, D > 128 ? 1 : 2)
+    backward_marked(const __grid_constant__ args a, const __grid_constant__ split_tensors split, kinds n,
+                    int exact_below, marked only)
+{
+#if HEED_SPLIT_HERE && __CUDA_ARCH__ >= 900
+    wait_for_last();
+    const bool again = D <= 128 || only.any;
+    if (again && !*only.any)
+        return;
+    extern __shared__ __align__(1024) char memory[];
+    unsigned &block = ((shared_backward<D> *)memory)->block; /* for which there is no register */
+    if (threadIdx.x == 0)
+        block = blockIdx.x;
+    __syncthreads();
+#pragma unroll 1
+    while (block < (unsigned)(n.dk + n.dv + n.dq)) {
+        compute_block<D, true>(a, split, n, block, exact_below, only, again);
+        __syncthreads();
+        if (threadIdx.x == 0)
+            block += gridDim.x; /* either is below 2^31 */
+        __syncthreads();
+    }
 #endif
 }
 
@@ -397,6 +453,16 @@ template <int D, bool GENERAL> static heed_status run(const args &a, const split
     const kinds n = kinds_of<D>(a);
     return launch(backward_split<D, GENERAL>, (int64_t)n.dk + n.dv + n.dq, threads_of<D>, sizeof(shared_backward<D>), x,
                   a, split, n, split_exact_below(a));
+}
+
+template <int D>
+static heed_status run_marked(const args &a, const split_tensors &split, const marked &only, int64_t blocks,
+                              const heed_exec *x)
+{
+    const kinds n = kinds_of<D>(a);
+    const int64_t all = (int64_t)n.dk + n.dv + n.dq;
+    return launch_next(backward_marked<D>, HEED_MIN(all, blocks), threads_of<D>, sizeof(shared_backward<D>), x, a,
+                       split, n, split_exact_below(a), only);
 }
 
 /* All tensors split into the workspace, and then one kernel: run(). */

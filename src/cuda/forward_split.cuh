@@ -214,7 +214,7 @@ __device__ __forceinline__ void compute_tile(const args &a, const split_tensors 
                 multiply_split_rows<D, BR, KEYS>((half &)S[0][NT / 2], sQ, row0, slot(i + 1), 0);
         }
         if (exactly)
-            multiply_exactly(t, a, q, x, own.s, shifts - own.s);
+            multiply_exactly<D <= 128 ? 1 : 4 * MT * NT>(t, a, q, x, own.s, shifts - own.s);
         else if (AGAIN && !like::BY_TURNS)
             multiply_split_again<D, BR, KEYS>(S, sQ, row0, sK, n0 % KEYS);
         else if (!like::BY_TURNS)

@@ -381,12 +381,15 @@ struct marked {
     const int *any, *keys, *queries;
 };
 
-/* forward_split.cu, backward_split.cu: the plain problem for these rows, by so many blocks. split: all tensors; the forward
- * needs them above head size 128 alone. */
+/* forward_sm90split_marked.cu, backward_sm90split_marked.cu: the plain problem for these rows, by so many blocks. split: all
+ * tensors; the forward needs them above head size 128 alone. */
 heed_status heed_cuda_forward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
                                      const heed_exec *x);
 heed_status heed_cuda_backward_marked(const args &a, const split_tensors &split, const marked &only, int blocks,
                                       const heed_exec *x);
+/* backward_splitwide.cu: the same above head size 128. */
+heed_status heed_cuda_backward_marked_wide(const args &a, const split_tensors &split, const marked &only, int blocks,
+                                           const heed_exec *x);
 
 /* ---- Registers --------------------------------------------------------------------------------------------------- */
 

@@ -185,27 +185,31 @@ __device__ inline void multiply_split_tile(float (&Y)[MT][WT][4], const float (&
 }
 
 /* The sums of multiply_split_rows() times 2^-s, without tensor cores, for operands that two numbers of fp16 cannot hold:
- * infinities, and groups so uneven that what is cut off could be seen in a score. Slow, and seldom. */
-template <class Tile>
+ * infinities, and groups so uneven that what is cut off could be seen in a score. Slow, and seldom: a loop over the scores, or
+ * UNROLLED of them at a time where ptxas, in the rest of the kernel, runs out of registers by it. */
+template <int UNROLLED = 1, class Tile>
 __device__ inline void multiply_exactly(Tile &t, const args &a, const span &s, const head &x, int q_shift, int k_shift)
 {
 #pragma unroll
-    for (int r = 0; r < Tile::R; r++)
-#pragma unroll
-        for (int c = 0; c < Tile::C; c++) {
-            const bool real = t.row(r) < s.rows && t.key(c) < s.keys;
-            const float *q = (const float *)a.q.data + row_at(a.q, s.q_batch, x.h, s.q_row + t.row(r));
-            const float *k = (const float *)a.k.data +
-                             row_at(a.k, s.k_batch, x.hk, s.k_row + a.col + t.key(c) * a.col_step);
-            float sum = 0.0f, some = 0.0f; /* 16 terms at a time, so that roundings are those of smaller sums */
+    for (int n = 0; n < Tile::R * Tile::C; n++)
+        t.at(n / Tile::C, n % Tile::C) = 0.0f;
+#pragma unroll(UNROLLED)
+    for (int i = 0; i < Tile::R * Tile::C; i++) {
+        const int row = t.row(i / Tile::C), key = t.key(i % Tile::C);
+        const bool real = row < s.rows && key < s.keys;
+        const float *q = (const float *)a.q.data + row_at(a.q, s.q_batch, x.h, s.q_row + row);
+        const float *k = (const float *)a.k.data + row_at(a.k, s.k_batch, x.hk, s.k_row + a.col + key * a.col_step);
+        float sum = 0.0f, some = 0.0f; /* 16 terms at a time, so that roundings are those of smaller sums */
 #pragma unroll 1
-            for (int d = 0; real && d < a.D; d++) {
-                some = fmaf(times_power(q[d * a.q.stride[3]], q_shift), times_power(k[d * a.k.stride[3]], k_shift),
-                            d % 16 ? some : 0.0f);
-                sum += d % 16 == 15 || d == a.D - 1 ? some : 0.0f;
-            }
-            t.at(r, c) = sum;
+        for (int d = 0; real && d < a.D; d++) {
+            some = fmaf(times_power(q[d * a.q.stride[3]], q_shift), times_power(k[d * a.k.stride[3]], k_shift),
+                        d % 16 ? some : 0.0f);
+            sum += d % 16 == 15 || d == a.D - 1 ? some : 0.0f;
         }
+#pragma unroll
+        for (int n = 0; n < Tile::R * Tile::C; n++) /* registers have no index: this is what the loop costs */
+            t.at(n / Tile::C, n % Tile::C) = n == i ? sum : t.at(n / Tile::C, n % Tile::C);
+    }
 }
 
 #endif
