@@ -264,7 +264,7 @@ static heed_status run(backward_job *job, const heed_problem *p, const tables &t
 static score_rule rule_of(const args &a)
 {
     const bool capped = a.softcap > 0;
-    return { a.scale * LOG2E, capped ? a.scale / a.softcap : 0.0f, a.softcap * LOG2E,
+    return { a.scale * LOG2E, capped ? 2.0f * LOG2E * a.scale / a.softcap : 0.0f, a.softcap * LOG2E,
              capped ? 1.0f / (a.softcap * LOG2E) : 0.0f };
 }
 

@@ -80,45 +80,55 @@ template <class C> __device__ inline uint64_t second_tile(const backward_shared<
 /* Column of element e of a tile in this lane, less that of its first. */
 __device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }
 
-/* The general case: P of columns outside the row's range is 0, and none exceeds 1. L(e): that of element e. range: of
- * this lane's rows. column: this lane's first. */
-template <bool CAPPED, int FROM, int TO, class Terms>
-__device__ inline void careful_probabilities(float (&S)[COLUMNS / 2], const score_rule &rule, const int2 *range,
-                                             int column, Terms L)
+/* Where there may be a softcap (CAPS), it is asked for at run time, once for all elements of a tile: kernels of its own would
+ * double what there is to compile. Tiles under one all need care, so that P of others is computed without asking. */
+
+/* 2^x, where only rounding takes x above 0. */
+__device__ inline float at_most_one(float x) { return exp2_fast(min_or_nan(x, 0.0f)); }
+
+/* The general case: P(e), but 0 in columns outside the row's range. range: of this lane's rows. column: this lane's first. */
+template <int FROM, int TO, class Element>
+__device__ inline void careful_probabilities(float (&S)[COLUMNS / 2], const int2 *range, int column, Element P)
 {
     const int low[2] = { range[0].x - column, range[8].x - column };
     const int high[2] = { range[0].y - column, range[8].y - column };
 #pragma unroll
     for (int e = FROM; e < TO; e++) {
         const int i = column_of(e), r = e / 2 % 2;
-        const float x = CAPPED ? rule.out * tangent<false>(rule.in * S[e]) - L(e) : fmaf(S[e], rule.c, -L(e));
-        const float P = exp2_fast(min_or_nan(x, 0.0f));
-        S[e] = i >= low[r] && i < high[r] ? P : 0.0f;
+        const float y = P(e);
+        S[e] = i >= low[r] && i < high[r] ? y : 0.0f;
     }
 }
 
-/* The softcap's slope, 1 - tanh^2, from P: P = 0 takes no gradient anyway. */
+/* The softcap's slope, 1 - tanh^2, from P, which is 0 or normal: P = 0 takes no gradient anyway. */
 __device__ inline float slope_at(const score_rule &rule, float P, float L)
 {
-    const float u = (__log2f(P) + L) * rule.out_inverse;
+    const float u = (log2_fast(P) + L) * rule.out_inverse;
     return P == 0.0f ? 0.0f : 1.0f - u * u;
 }
 
 /* S becomes P. L belongs to the columns (keys own the rows), and where it is ADDED, S has -L / c in it; ranges are those
  * of the own rows; care: see care_for(). */
-template <bool CAPPED, bool ADDED = false, int FROM = 0, int TO = COLUMNS / 2>
+template <bool CAPS, bool ADDED = false, int FROM = 0, int TO = COLUMNS / 2>
 __device__ inline void probabilities_by_column(float (&S)[COLUMNS / 2], const float *L, const score_rule &rule,
                                                int care, const int2 *range)
 {
     L += threadIdx.x % 4 * 2;
-    if (!CAPPED && care < 0) {
+    if (care < 0) {
 #pragma unroll
         for (int e = FROM; e < TO; e++)
             S[e] = exp2_fast(ADDED ? S[e] * rule.c : fmaf(S[e], rule.c, -L[column_of(e)]));
         return;
     }
-    careful_probabilities<CAPPED, FROM, TO>(S, rule, range, care + threadIdx.x % 4 * 2,
-                                            [&](int e) { return ADDED ? 0.0f : L[column_of(e)]; });
+    const bool capped = CAPS && rule.capped();
+    const float c = capped ? rule.out : rule.c;
+    if (capped)
+#pragma unroll
+        for (int e = FROM; e < TO; e++)
+            S[e] = rule.tangent(S[e]);
+    careful_probabilities<FROM, TO>(S, range, care + threadIdx.x % 4 * 2, [&](int e) {
+        return at_most_one(fmaf(S[e], c, -(ADDED ? 0.0f : L[column_of(e)])));
+    });
 }
 
 template <class T> __device__ inline float2 unpack2(uint32_t x);
@@ -129,7 +139,7 @@ template <> __device__ inline float2 unpack2<__nv_bfloat16>(uint32_t x)
 }
 
 /* dP becomes dS = P (dP - delta), or where that is ADDED, P dP. */
-template <bool CAPPED, bool ADDED = false>
+template <bool CAPS, bool ADDED = false>
 __device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], const float (&P)[COLUMNS / 2], const float *L,
                                                const float *delta, const score_rule &rule)
 {
@@ -137,58 +147,60 @@ __device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], const f
 #pragma unroll
     for (int e = 0; e < COLUMNS / 2; e++)
         dP[e] = (ADDED ? dP[e] : dP[e] - delta[column_of(e)]) * P[e];
-    if (CAPPED)
+    if (CAPS && rule.capped())
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; e++)
             dP[e] *= slope_at(rule, P[e], L[column_of(e)]);
 }
 
-/* The same from P as dV gets it, where the registers of the exact one have a next S to receive. Columns 16 k to 16 k +
- * 15. */
-template <class T, bool CAPPED, bool ADDED = false>
-__device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], int k, uint4 P, const float *L,
-                                               const float *delta, const score_rule &rule)
+/* The same from P as dV gets it, where the registers of the exact one have a next S to receive. */
+template <class T, bool CAPS, bool ADDED = false>
+__device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], const uint32_t (&P)[COLUMNS / 16][4],
+                                               const float *L, const float *delta, const score_rule &rule)
 {
-    const uint32_t packed[4] = { P.x, P.y, P.z, P.w };
     L += threadIdx.x % 4 * 2, delta += threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int e = k * 8 + i * 2;
-        const float2 x = unpack2<T>(packed[i]),
+    for (int e = 0; e < COLUMNS / 2; e += 2) {
+        const float2 x = unpack2<T>(P[e / 8][e / 2 % 4]),
                      d = ADDED ? make_float2(0.0f, 0.0f) : *(const float2 *)(delta + column_of(e));
         dP[e] = (dP[e] - d.x) * x.x, dP[e + 1] = (dP[e + 1] - d.y) * x.y;
-        if (CAPPED) {
+    }
+    if (CAPS && rule.capped())
+#pragma unroll
+        for (int e = 0; e < COLUMNS / 2; e += 2) {
+            const float2 x = unpack2<T>(P[e / 8][e / 2 % 4]);
             dP[e] *= slope_at(rule, x.x, L[column_of(e)]);
             dP[e + 1] *= slope_at(rule, x.y, L[column_of(e + 1)]);
         }
-    }
 }
 
-/* The same where L and delta belong to the rows (queries own them). */
-template <bool CAPPED>
+/* The same where L and delta belong to the rows (queries own them). plain: no need of care. Under a softcap P comes multiplied
+ * with its slope, which dS wants, and here nobody wants P itself. */
 __device__ inline void probabilities_by_row(float (&S)[COLUMNS / 2], const float (&L)[2], const score_rule &rule,
                                             bool plain, const int2 *range, int column)
 {
-    if (!CAPPED && plain) {
+    if (plain) {
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; e++)
             S[e] = exp2_fast(fmaf(S[e], rule.c, -L[e / 2 % 2]));
         return;
     }
-    careful_probabilities<CAPPED, 0, COLUMNS / 2>(S, rule, range, column, [&](int e) { return L[e / 2 % 2]; });
+    if (rule.capped())
+        careful_probabilities<0, COLUMNS / 2>(S, range, column, [&](int e) {
+            const float t = rule.tangent(S[e]);
+            return at_most_one(fmaf(t, rule.out, -L[e / 2 % 2])) * fmaf(-t, t, 1.0f);
+        });
+    else
+        careful_probabilities<0, COLUMNS / 2>(S, range, column,
+                                              [&](int e) { return at_most_one(fmaf(S[e], rule.c, -L[e / 2 % 2])); });
 }
 
-template <bool CAPPED>
 __device__ inline void differentiate_by_row(float (&dP)[COLUMNS / 2], const float (&P)[COLUMNS / 2],
-                                            const float (&L)[2], const float (&delta)[2], const score_rule &rule)
+                                            const float (&delta)[2])
 {
 #pragma unroll
     for (int e = 0; e < COLUMNS / 2; e++)
         dP[e] = (dP[e] - delta[e / 2 % 2]) * P[e];
-    if (CAPPED)
-#pragma unroll
-        for (int e = 0; e < COLUMNS / 2; e++)
-            dP[e] *= slope_at(rule, P[e], L[e / 2 % 2]);
 }
 
 /* ---- Results ----------------------------------------------------------------------------------------------------- */

@@ -17,9 +17,11 @@
  * heads over the same keys should meet, see part_sums. */
 constexpr int COLUMNS = 64, LEAVING = 16, PART_TILES = 256;
 
-/* P = 2^(c S - L), or with a softcap (CAPPED) 2^(out tanh(in S) - L). */
+/* P = 2^(c S - L), or with a softcap 2^(out t - L) of its tanh, t = 1 - 2 / (2^(in S) + 1). out_inverse: 0 without one. */
 struct score_rule {
     float c, in, out, out_inverse;
+    __device__ bool capped() const { return out_inverse > 0; }
+    __device__ float tangent(float S) const { return fmaf(-2.0f, reciprocal_fast(exp2_fast(in * S) + 1.0f), 1.0f); }
 };
 
 /* Sums of dQ, [Hq][strips][16 width]. A strip is 16 rows as a warp holds them: 8 columns of all rows lie together, and of
@@ -242,6 +244,7 @@ struct backward_shape {
     static constexpr bool APART = ADDS && SLOTS == 1; /* V comes after K: see own_tile() */
     static constexpr bool NARROW = OWNERS && D > 96;  /* a warpgroup that has dK and dV has few registers beside them */
     static constexpr bool NUMBERS = KEYS && !ADDS;    /* L and delta are read as such, not multiplied: add_term() */
+    static constexpr bool CAPS = !ADDS;               /* there may be a softcap: see way_for() */
     static constexpr bool SHARES = WAYS & SHARED;     /* a piece of work may have a part of the heads: part_sums */
     static constexpr bool SOON = !ADDS && SLOTS == 1; /* the next piece is known before the own tile is free */
     static constexpr bool BY_ROLE = SOON && PASS;     /* K and V come apart: each has a role that gives it back */

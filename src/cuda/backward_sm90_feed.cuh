@@ -93,11 +93,11 @@ template <class C> __device__ inline void wait_own_free(backward_shared<C> &s, i
 /* Where L is this large, rounding may carry c S beyond it, and P must be kept from exceeding 1. */
 __device__ inline bool is_large(float L) { return fabsf(L) > 65536.0f && fabsf(L) < CUDART_INF_F; }
 
-/* What own rows need to know of a tile of columns: where it begins, or -1 where all of them see all of it and no L is
- * large, so that it may go the short way. */
-__device__ inline int care_for(const piece &w, int group, int column, bool large)
+/* What own rows need to know of a tile of columns: where it begins, or -1 where all of them see all of it, no L is large
+ * and there is no softcap, so that it may go the short way. */
+__device__ inline int care_for(const piece &w, int group, int column, bool any)
 {
-    return !large && column >= w.inside[group] && column + COLUMNS <= w.outside[group] ? -1 : column;
+    return !any && column >= w.inside[group] && column + COLUMNS <= w.outside[group] ? -1 : column;
 }
 
 /* A number as the sum of three of bf16, and 0; infinity as the largest. */

@@ -156,7 +156,7 @@ __device__ inline void pack_some(uint32_t (&P)[COLUMNS / 16][4], const float (&S
 
 /* One tile, whose S is there. While its dS is computed (EARLY) or its dK, the tensor core has S of the next to do,
  * unless this is the last, and dK may take until the next P is computed (LATE). */
-template <class T, class C, bool CAPPED, bool LAST>
+template <class T, class C, bool LAST>
 __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const score_rule whole = { 1.0f, 0.0f, 0.0f, 0.0f },
@@ -190,14 +190,14 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
         apply_terms<T>(p, x, s, tile);
     if constexpr (C::NARROW) { /* S and dP do not fit in side by side, but the last quarter of S does */
         constexpr int MOST = COLUMNS / 8 * 3, ALL = COLUMNS / 2;
-        probabilities_by_column<CAPPED, C::ADDS, 0, MOST>(x.S, L, rule, x.care, range);
+        probabilities_by_column<C::CAPS, C::ADDS, 0, MOST>(x.S, L, rule, x.care, range);
         pack_some<T, 0, MOST>(P, x.S);
         start_dP();
         keep_order(tile);
-        probabilities_by_column<CAPPED, C::ADDS, MOST, ALL>(x.S, L, rule, x.care, range);
+        probabilities_by_column<C::CAPS, C::ADDS, MOST, ALL>(x.S, L, rule, x.care, range);
         pack_some<T, MOST, ALL>(P, x.S);
     } else {
-        probabilities_by_column<CAPPED, C::ADDS>(x.S, L, rule, x.care, range);
+        probabilities_by_column<C::CAPS, C::ADDS>(x.S, L, rule, x.care, range);
         if (C::WAYS & LATE) {
             wgmma_wait<1>(); /* dK of the tile before */
             if (tile != x.first)
@@ -226,12 +226,9 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
     if constexpr (C::DROPS)
         differentiate_kept<C>(dP, x, s, tile);
     else if (C::WAYS & EXACT)
-        differentiate_by_column<CAPPED, C::ADDS>(dP, x.S, L, delta, rule);
+        differentiate_by_column<C::CAPS, C::ADDS>(dP, x.S, L, delta, rule);
     else
-#pragma unroll
-        for (int k = 0; k < COLUMNS / 16; k++)
-            differentiate_by_column<T, CAPPED, C::ADDS>(dP, k, make_uint4(P[k][0], P[k][1], P[k][2], P[k][3]), L, delta,
-                                                        rule);
+        differentiate_by_column<T, C::CAPS, C::ADDS>(dP, P, L, delta, rule);
     if (C::NARROW)
         wgmma_wait<0>(); /* dV: dS takes the place of its P */
     pack_rows<T, COLUMNS>(x.dS, dP);
@@ -274,7 +271,7 @@ __device__ inline void meet_tile(const backward_job &p, key_group<C> &x, backwar
 }
 
 /* All tiles of a piece of work. */
-template <class T, class C, bool CAPPED>
+template <class T, class C>
 __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_shared<C> &s, int tile)
 {
     const piece &w = s.work[x.slot];
@@ -295,8 +292,8 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
         wgmma_wait<0>();
 #pragma unroll 1
         for (; tile < last; tile++)
-            meet_tile<T, C, CAPPED, false>(p, x, s, tile);
-        meet_tile<T, C, CAPPED, true>(p, x, s, tile++);
+            meet_tile<T, C, false>(p, x, s, tile);
+        meet_tile<T, C, true>(p, x, s, tile++);
     } else if constexpr (C::APART) {
         wait(shared_address(&s.values_full), x.slot); /* or it would come after the next K, which takes its place */
         release(&s.values_free);
@@ -337,8 +334,7 @@ template <class T, class C> __device__ inline void leave(const backward_job &p, 
     store_keys<T, C>(x.dK, 0, p.a, keys);
 }
 
-template <class T, class C, bool CAPPED>
-__device__ inline void keys(const backward_job &p, backward_shared<C> &s, int group)
+template <class T, class C> __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int group)
 {
     int tile = 0;
     meet_pieces<C>(s, [&](const piece &, int n) {
@@ -350,15 +346,14 @@ __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int gr
         x.slot = n % C::WORKS;
         if constexpr (C::TERMS)
             begin_terms(p, x, s);
-        tile = meet_all<T, C, CAPPED>(p, x, s, tile);
+        tile = meet_all<T, C>(p, x, s, tile);
         leave<T, C>(p, x, s);
     });
 }
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
-template <class T, class C, bool CAPPED>
-__device__ inline void find_gradients(const backward_job &p, backward_shared<C> &s)
+template <class T, class C> __device__ inline void find_gradients(const backward_job &p, backward_shared<C> &s)
 {
     init_barriers(s);
     if (!p.second)
@@ -384,28 +379,25 @@ __device__ inline void find_gradients(const backward_job &p, backward_shared<C> 
     more_registers<C::MANY>();
     if constexpr (C::PASS != 0) {
         if (group == 0)
-            values_role<T, C, CAPPED>(p, s);
+            values_role<T, C>(p, s);
         else
-            keys_role<T, C, CAPPED>(p, s);
+            keys_role<T, C>(p, s);
     } else
-        keys<T, C, CAPPED>(p, s, group);
+        keys<T, C>(p, s, group);
 }
 
-template <class T, class C, bool CAPPED>
+template <class T, class C>
 __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant__ backward_job p)
 {
     extern __shared__ __align__(1024) char memory[];
-    find_gradients<T, C, CAPPED>(p, *(backward_shared<C> *)memory);
+    find_gradients<T, C>(p, *(backward_shared<C> *)memory);
 }
 
 template <class C> static heed_status run_keys(const backward_job &p, int blocks, const heed_exec *x)
 {
     static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
-    constexpr bool CAPPED = !C::ADDS; /* see has_sums() */
-    const bool half = p.a.q.dtype == HEED_F16, capped = p.a.softcap > 0;
-    auto kernel = half ? (capped ? dkv_sm90<__half, C, CAPPED> : dkv_sm90<__half, C, false>)
-                       : (capped ? dkv_sm90<__nv_bfloat16, C, CAPPED> : dkv_sm90<__nv_bfloat16, C, false>);
-    return launch_next(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
+    return launch_next(p.a.q.dtype == HEED_F16 ? dkv_sm90<__half, C> : dkv_sm90<__nv_bfloat16, C>, blocks, C::THREADS,
+                       sizeof(backward_shared<C>), x, p);
 }
 
 template <class C> static backward_kernel keys_kernel() { return { C::D, C::ROWS, C::OWNERS != 0, run_keys<C> }; }

@@ -5,8 +5,7 @@
 
 #include "backward_sm90.cuh"
 
-template <class T, class C, bool CAPPED>
-__device__ inline void queries(const backward_job &p, backward_shared<C> &s, int group)
+template <class T, class C> __device__ inline void queries(const backward_job &p, backward_shared<C> &s, int group)
 {
     constexpr int D = C::D;
     const args &a = p.a;
@@ -20,8 +19,8 @@ __device__ inline void queries(const backward_job &p, backward_shared<C> &s, int
         const int64_t at = ((int64_t)w.batch * a.Hq + w.head) * p.pitch + w.memory_row;
         const int r0 = min(row, w.rows - 1), r1 = min(row + 8, w.rows - 1); /* rows that do not exist see no column */
         const float L[2] = { p.L[at + r0], p.L[at + r1] }, delta[2] = { p.delta[at + r0], p.delta[at + r1] };
-        const bool large = __any_sync(~0u, is_large(L[0]) || is_large(L[1]));
-        const int inside = uniform(large ? INT32_MAX : w.inside[group]), outside = uniform(w.outside[group]);
+        const bool careful = rule.capped() || __any_sync(~0u, is_large(L[0]) || is_large(L[1]));
+        const int inside = uniform(careful ? INT32_MAX : w.inside[group]), outside = uniform(w.outside[group]);
         const int begin = uniform(w.begin[group]), end = uniform(w.end[group]), tiles = uniform(w.tiles);
         int column = w.start + begin * COLUMNS;
         float dQ[D / 2];
@@ -49,12 +48,12 @@ __device__ inline void queries(const backward_job &p, backward_shared<C> &s, int
                 release_first(s, tile - 1);
             }
             wgmma_wait<1>();
-            probabilities_by_row<CAPPED>(S, L, rule, column >= inside && column + COLUMNS <= outside,
-                                         &s.range[n % C::WORKS][row], column + lane % 4 * 2);
+            probabilities_by_row(S, L, rule, column >= inside && column + COLUMNS <= outside,
+                                 &s.range[n % C::WORKS][row], column + lane % 4 * 2);
             keep_order(tile);
             wgmma_wait<0>();
             release_second(s, tile);
-            differentiate_by_row<CAPPED>(dP, S, L, delta, rule);
+            differentiate_by_row(dP, S, delta);
             pack_rows<T, COLUMNS>(dS, dP);
         }
         const int64_t to = row_at(a.d_q, w.batch, w.head, w.memory_row + group * 64);
@@ -72,7 +71,7 @@ __device__ inline void queries(const backward_job &p, backward_shared<C> &s, int
     });
 }
 
-template <class T, class C, bool CAPPED>
+template <class T, class C>
 __global__ void __launch_bounds__(C::THREADS, 1) dq_sm90(const __grid_constant__ backward_job p)
 {
     extern __shared__ __align__(1024) char memory[];
@@ -89,16 +88,14 @@ __global__ void __launch_bounds__(C::THREADS, 1) dq_sm90(const __grid_constant__
         return;
     }
     more_registers<C::MANY>();
-    queries<T, C, CAPPED>(p, s, group);
+    queries<T, C>(p, s, group);
 }
 
 template <class C> static heed_status run_queries(const backward_job &p, int blocks, const heed_exec *x)
 {
     static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
-    const bool half = p.a.q.dtype == HEED_F16, capped = p.a.softcap > 0;
-    auto kernel = half ? (capped ? dq_sm90<__half, C, true> : dq_sm90<__half, C, false>)
-                       : (capped ? dq_sm90<__nv_bfloat16, C, true> : dq_sm90<__nv_bfloat16, C, false>);
-    return launch_next(kernel, blocks, C::THREADS, sizeof(backward_shared<C>), x, p);
+    return launch_next(p.a.q.dtype == HEED_F16 ? dq_sm90<__half, C> : dq_sm90<__nv_bfloat16, C>, blocks, C::THREADS,
+                       sizeof(backward_shared<C>), x, p);
 }
 
 template <class C> static backward_kernel queries_kernel() { return { C::D, C::ROWS, false, run_queries<C> }; }

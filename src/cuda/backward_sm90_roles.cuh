@@ -29,7 +29,7 @@ __device__ inline void store_keys(const float (&Y)[C::D / 2], int which, const a
 
 /* The first role meets one tile of queries. dV of a tile goes before S of the next, so that dO makes room early. first:
  * there is no tile before. */
-template <class T, class C, bool CAPPED>
+template <class T, class C>
 __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS / 16][4], backward_shared<C> &s,
                                    const score_rule &rule, const int2 *range, int slot, int tile, bool first)
 {
@@ -51,7 +51,7 @@ __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS 
     }
     const int care = uniform(s.care[tile % C::FIRST][0]);
     wgmma_wait<0>();
-    probabilities_by_column<CAPPED>(S, s.L[tile % C::FIRST], rule, care, range);
+    probabilities_by_column<C::CAPS>(S, s.L[tile % C::FIRST], rule, care, range);
     release_first(s, tile);
     pack_rows<T, COLUMNS>(P, S);
     wait_to_pass(s, tile);
@@ -61,8 +61,7 @@ __device__ inline void meet_values(float (&dV)[C::D / 2], uint32_t (&P)[COLUMNS 
     release(&s.pass_full[tile % 2]);
 }
 
-template <class T, class C, bool CAPPED>
-__device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
+template <class T, class C> __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
 {
     const args &a = p.a;
     int tile = 0;
@@ -75,7 +74,7 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
         clear(dV);
 #pragma unroll 1
         for (int j = 0; j < all; j++, tile++)
-            meet_values<T, C, CAPPED>(dV, P, s, p.rule, range, slot, tile, j == 0);
+            meet_values<T, C>(dV, P, s, p.rule, range, slot, tile, j == 0);
         const key_rows to = rows_of(a, w, 1, 0);
         release(&s.own_free[slot]); /* K is this warpgroup's alone, and not needed for what is left */
         if (all) {
@@ -91,12 +90,13 @@ __device__ inline void values_role(const backward_job &p, backward_shared<C> &s)
 }
 
 /* The second role: dK of a tile goes before dP of the next, so that Q makes room early. */
-template <class T, class C, bool CAPPED>
+template <class T, class C>
 __device__ inline void meet_keys(float (&dK)[C::D / 2], uint32_t (&dS)[COLUMNS / 16][4], backward_shared<C> &s,
                                  const score_rule &rule, int slot, int tile, bool first)
 {
     const uint64_t V = tile_at(shared_address(s.own[0][1]) + slot * (int)sizeof(s.own[0]));
     float dP[COLUMNS / 2];
+    uint32_t P[COLUMNS / 16][4];
     if (!first) {
         wgmma_fence();
         multiply_columns<T, C::D, COLUMNS>(dK, dS, first_tile(s, tile - 1)); /* dK += dS^T Q, of the tile before */
@@ -114,15 +114,17 @@ __device__ inline void meet_keys(float (&dK)[C::D / 2], uint32_t (&dS)[COLUMNS /
     wait_passed(s, tile);
     wait_first(s, tile); /* Q's terms, and Q for the next round */
 #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; k++)
-        differentiate_by_column<T, CAPPED>(dP, k, s.pass[tile % 2][k * 128 + threadIdx.x % 128], s.L[tile % C::FIRST],
-                                           s.delta[tile % C::SECOND], rule);
+    for (int k = 0; k < COLUMNS / 16; k++) {
+        const uint4 x = s.pass[tile % 2][k * 128 + threadIdx.x % 128];
+        P[k][0] = x.x, P[k][1] = x.y, P[k][2] = x.z, P[k][3] = x.w;
+    }
+    differentiate_by_column<T, C::CAPS>(dP, P, s.L[tile % C::FIRST], s.delta[tile % C::SECOND], rule);
     release(&s.pass_free[tile % 2]);
     release_second(s, tile);
     pack_rows<T, COLUMNS>(dS, dP);
 }
 
-template <class T, class C, bool CAPPED> __device__ inline void keys_role(const backward_job &p, backward_shared<C> &s)
+template <class T, class C> __device__ inline void keys_role(const backward_job &p, backward_shared<C> &s)
 {
     const args &a = p.a;
     int tile = 0;
@@ -136,7 +138,7 @@ template <class T, class C, bool CAPPED> __device__ inline void keys_role(const 
             wait(shared_address(&s.values_full), n & 1);
 #pragma unroll 1
         for (int j = 0; j < all; j++, tile++)
-            meet_keys<T, C, CAPPED>(dK, dS, s, p.rule, slot, tile, j == 0);
+            meet_keys<T, C>(dK, dS, s, p.rule, slot, tile, j == 0);
         const key_rows to = rows_of(a, w, 0, 0);
         release(C::BY_ROLE ? &s.values_free : &s.own_free[slot]); /* V is */
         if (all) {

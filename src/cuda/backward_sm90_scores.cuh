@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) backward_sm90scores(const __gri
             barrier_init(shared_address(&s.scores_full[i]), 1);
             barrier_init(shared_address(&s.scores_free[i]), 128 * C::CONSUMERS);
         }
-    find_gradients<T, C, false>(p, s);
+    find_gradients<T, C>(p, s);
 }
 
 static bool is_by_head(const view &t) { return t.data && t.stride[0] == 0 && t.stride[1] != 0; }

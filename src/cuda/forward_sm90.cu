@@ -4,8 +4,9 @@
 /* The shapes are those that bench/tune_sm90.py found best: its tables are in docs/tuning/hopper_forward.md. Four warpgroups in
  * turn hide each other's latencies best, where the registers suffice: short sequences are made of little else. Where there
  * are many rows and keys, three with S and O += P V together are ahead, and read K and V less often. The softcap wants
- * registers too, so there are fewer keys at once. A rule must not look at what else is in a batch, nor at the device: the
- * rounding of a result must not depend on them. Only shapes of the same bits may be chosen by these: see few_shape. */
+ * registers too, so there are fewer keys at once; and as it takes as long as products or longer, heads of 65 to 96 and of 129
+ * to 192 take the next larger shape with it. A rule must not look at what else is in a batch, nor at the device: the rounding
+ * of a result must not depend on them. Only shapes of the same bits may be chosen by these: see few_shape. */
 using d64 = forward_shape<64, 4, 64, 8, false>;
 using d96 = forward_shape<96, 3, 96, 2, true>;
 using d96brief = forward_shape<96, 4, 64, 2, false>;
@@ -20,9 +21,7 @@ template <class T> static heed_status run(const args &a, const key_parts &by, in
     heed_status (*launch)(const args &, const key_parts &, int, const heed_exec *);
     if (a.softcap > 0)
         launch = width <= 64    ? forward_sm90_launch<T, forward_shape<64, 4, 64, 8, false, true>>
-                 : width <= 96  ? forward_sm90_launch<T, forward_shape<96, 4, 64, 2, false, true>>
                  : width <= 128 ? forward_sm90_launch<T, forward_shape<128, 2, 112, 2, true, true>>
-                 : width <= 192 ? forward_sm90_launch<T, forward_shape<192, 2, 96, 2, true, true>>
                                 : forward_sm90_launch<T, forward_shape<256, 2, 48, 2, true, true>>;
     else
         launch = width <= 64 && many && keys > 4096 ? forward_sm90_launch<T, forward_shape<64, 3, 128, 4, true>>

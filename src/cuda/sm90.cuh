@@ -317,6 +317,14 @@ __device__ inline int thread_anew()
     return x;
 }
 
+/* Smaller numbers than normal ones are 0 to it. */
+__device__ inline float log2_fast(float x)
+{
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* A nap that is never taken, for x >= 0: the assembler moves a wait for wgmma up past arithmetic that was to run in its
  * shadow, but not past this. (A loop that is never entered, it deletes.) */
 __device__ inline void keep_order(int x)
