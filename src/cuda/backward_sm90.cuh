@@ -214,16 +214,19 @@ __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, con
 {
     const int thread = thread_anew(), lane = thread % 32, top = thread / 32 % 4 * 16;
     if (t.dtype == HEED_F32) {
-        float *const to = (float *)t.data + at;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int r = top + lane / 4 + half * 8;
+            const int r = top + lane / 4 + half * 8, first = lane % 4 * 2;
+            const int count = r < rows ? width - first : 0; /* of the columns from the lane's first on */
+            const int added_to = accumulate ? count : 0;
+            float *const to = (float *)t.data + at + r * step + first;
 #pragma unroll
             for (int i = 0; i < C::D / 8 * 2; i++) {
-                const int c = i / 2 * 8 + lane % 4 * 2 + i % 2;
-                const float y = Y[i / 2 * 4 + half * 2 + i % 2] * scale;
-                if (r < rows && c < width)
-                    to[r * step + c] = accumulate ? to[r * step + c] + y : y;
+                const int c = i / 2 * 8 + i % 2;
+                const float before = c < added_to ? to[c] : -0.0f; /* -0 + y is y, if that is -0, too */
+                const float y = fmaf(Y[i / 2 * 4 + half * 2 + i % 2], scale, before);
+                if (c < count)
+                    to[c] = y;
             }
         }
         return;
@@ -256,6 +259,7 @@ __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, con
             if (column + 8 <= width)
                 *(uint4 *)to = make_uint4(x[0], x[1], x[2], x[3]);
             else
+#pragma unroll 1 /* rare, and there is one for each k */
                 for (int e = 0; column + e < width; e++)
                     to[e] = (uint16_t)((e < 2 ? x[0] : e < 4 ? x[1] : e < 6 ? x[2] : x[3]) >> 16 * (e % 2));
         }
