@@ -179,12 +179,12 @@ __device__ static void differentiate_plain(Tile &S, Tile &dP, const row_facts_sp
     }
 }
 
-/* The same for any scores; P is after dropout. */
+/* The same for any scores; P is after dropout. back: what S lacks. */
 template <class Tile>
 __device__ static void differentiate_any(Tile &S, Tile &dP, const row_facts_split *facts, const args &a, const span &q,
-                                         const head &x, int shifts, float down, bool divided, bool whole)
+                                         const head &x, int shifts, float back, float down, bool divided, bool whole)
 {
-    const float up = power(-shifts / 2), further = power(-shifts - -shifts / 2);
+    const float up = power(-shifts / 2) * back, further = power(-shifts - -shifts / 2);
     float slope[Tile::R][Tile::C];
 #pragma unroll
     for (int n = 0; n < NT; n++)
@@ -215,10 +215,10 @@ __device__ static void differentiate_any(Tile &S, Tile &dP, const row_facts_spli
     }
 }
 
-/* dS has the scale in it where GENERAL. */
-template <bool GENERAL, class Tile>
+/* dS has the scale in it where GENERAL. again: S is that of another kernel, by multiply_split_again(). */
+template <int D, bool GENERAL, class Tile>
 __device__ static void differentiate(Tile &S, Tile &dP, const row_facts_split *facts, const args &a, const span &q,
-                                     const head &x, int shifts, int d_shifts, float exponents, bool divided, bool whole)
+                                     const head &x, int shifts, int d_shifts, bool again, bool divided, bool whole)
 {
     for (; d_shifts > 100; d_shifts -= 100) /* so that its power of two is a number of fp32 */
 #pragma unroll
@@ -228,9 +228,11 @@ __device__ static void differentiate(Tile &S, Tile &dP, const row_facts_split *f
                 dP.X[0][n][e] *= power(-100);
     const float down = power(max(-126, min(127, -d_shifts)));
     if (GENERAL && (has_extras(a) || a.scale <= 0))
-        differentiate_any(S, dP, facts, a, q, x, shifts, down, divided, whole);
+        differentiate_any(S, dP, facts, a, q, x, shifts, again ? given_back<score_steps<D>> : 1.0f, down, divided,
+                          whole);
     else
-        differentiate_plain(S, dP, facts, a.scale, shifts, exponents, down, GENERAL ? a.scale : 1.0f, divided, whole);
+        differentiate_plain(S, dP, facts, a.scale, shifts, again ? exponents_back<D> : LOG2E, down,
+                            GENERAL ? a.scale : 1.0f, divided, whole);
 }
 
 /* ---- A block ----------------------------------------------------------------------------------------------------- */
@@ -346,8 +348,8 @@ __device__ __forceinline__ void own_rows(shared_backward<D> &s, const args &a, c
             clear(dP);
         else
             multiply_split_rows<D, SPLIT_ROWS, MEET>(dP, sA2, row0, sB2, 0);
-        differentiate<GENERAL>(t, dt, s.facts + (KEYS ? slot * MEET : 0), a, q, x, own1.s + met1.s, own2.s + met2.s,
-                               again && !exactly ? exponents_back<D> : LOG2E, again, whole);
+        differentiate<D, GENERAL>(t, dt, s.facts + (KEYS ? slot * MEET : 0), a, q, x, own1.s + met1.s, own2.s + met2.s,
+                                  again && !exactly, again, whole);
         if (BOTH)
             dV.add(S, sB2, met2.s);
         if (values)
