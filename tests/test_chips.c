@@ -398,6 +398,27 @@ TEST(long_fp32_problems_get_their_own_kernels_on_hopper)
         }
 }
 
+/* docs/tuning/fp32.md: they take what scores and weights may be beyond scale and band, at all of their head sizes. */
+TEST(long_fp32_problems_with_softcap_or_dropout_get_them_too)
+{
+    char best[64];
+    if (!has_cuda_rows() || !strstr(best_of("sm90split portable", "forward", "f32", best), "sm90split"))
+        skip(); /* built without them */
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t D = 64; D <= 256; D += 64)
+            for (int which = 1; which <= 3; which++) {
+                sample s = sample_of((heed_pass)pass, HEED_F32, 1100, 900, D, D);
+                char text[4096];
+                if (which & 1)
+                    use_softcap(&s);
+                if (which & 2)
+                    use_dropout(&s);
+                assert_int_equal(heed_explain(&s.a, pass ? &s.g : NULL, &on_gpu, "h200", text, sizeof text), HEED_OK);
+                if (!strstr(text, "_cuda_sm90split_f32: taken"))
+                    fail_msg("\"%s\" at head size %d", text, (int)D);
+            }
+}
+
 /* Where the edge is, and that the planner says on which side of it a problem lies. */
 TEST(few_rows_and_keys_get_kernels_of_their_own)
 {
@@ -683,6 +704,7 @@ int main(void)
         cmocka_unit_test(every_generation_gets_its_family),
         cmocka_unit_test(masks_and_biases_on_hopper_get_their_own_kernels),
         cmocka_unit_test(long_fp32_problems_get_their_own_kernels_on_hopper),
+        cmocka_unit_test(long_fp32_problems_with_softcap_or_dropout_get_them_too),
         cmocka_unit_test(few_rows_and_keys_get_kernels_of_their_own),
         cmocka_unit_test(wide_rows_with_more_than_scale_and_band_meet_fewer_keys),
         cmocka_unit_test(wide_rows_with_terms_get_the_kernels_of_long_ones_soon),

@@ -58,9 +58,10 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
 #define HEED_NEEDS_backward_splitwide 90, 90, 227 * 1024, 256, HEED_USES_ALL & ~(HEED_USES_PAGES | HEED_USES_PLAIN)
 #define HEED_NEEDS_sm90split                                                                                           \
     90, 90, 227 * 1024, 256,                                                                                           \
-        HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_ALIBI | HEED_USES_SINK |       \
-            HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SCALE | HEED_USES_UNALIGNED | HEED_USES_REVERSED |       \
-            HEED_USES_ORDER | HEED_USES_LOOSE | HEED_USES_STRAY | HEED_FOR_LONG
+        HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_SOFTCAP | HEED_USES_ALIBI |    \
+            HEED_USES_SINK | HEED_USES_DROPOUT | HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SCALE |             \
+            HEED_USES_UNALIGNED | HEED_USES_REVERSED | HEED_USES_ORDER | HEED_USES_LOOSE | HEED_USES_STRAY |           \
+            HEED_FOR_LONG
 #define HEED_NEEDS_forward_sm90split HEED_NEEDS_sm90split
 #define HEED_NEEDS_backward_sm90split HEED_NEEDS_sm90split
 

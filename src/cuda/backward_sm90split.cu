@@ -231,7 +231,7 @@ heed_status heed_backward_sm90split(const heed_problem *p, const heed_plan *plan
     s.split.gaps = (a.col_step != 1 || a.col) && !a.lengths_k && !a.offsets_k;
     job.job.a = a, job.job.L = s.split.L, job.job.delta = s.split.delta, job.job.pitch = a.q_rows;
     job.job.sums = s.sums, job.job.turns = s.split.turns, job.job.any_order = x->nondeterministic;
-    job.exact_below = split_exact_below(a), job.any = s.split.zeros + 2;
+    job.exact_below = split_exact_below(a), job.scale = unshifted_scale(a), job.any = s.split.zeros + 2;
     if (!heed_elements(&p->a.q) || keys_of(a) == 0) { /* the sums are over nothing, and there are no maps */
         const heed_gradient &g = p->g;
         status = heed_cuda_fill(a.d_q, g.d_q.shape, 0.0f, x);

@@ -24,6 +24,7 @@ struct split_job {
     backward_job job;
     split_rows own[2], other[2];
     int exact_below; /* where the shifts of Q and K add up to less, two numbers of fp16 are not enough */
+    float scale;     /* unshifted_scale() */
     int *any;        /* whether anything was marked */
     bool whole;      /* K and V come as they are: who owns them meets them once, and splits them in their place */
 };
@@ -116,6 +117,14 @@ template <int HEAD> struct gradient {
         add_columns(0, T, now);
     }
 
+    /* What has been added is added here: the compiler would put it off, and T would take registers meanwhile. */
+    __device__ void settle()
+    {
+#pragma unroll
+        for (int i = 0; i < HEAD / 2; i++)
+            asm volatile("" : "+f"(x[i]));
+    }
+
     /* Writes those of the rows that are there. at(r): of row r of 64. */
     template <class Where> __device__ void write(float scale, const view &t, int width, int rows, Where at)
     {
@@ -158,25 +167,44 @@ __device__ inline void weigh(float (&S)[N], float c, bool whole, const int2 *ran
 /* Whether an lse is so large that exponents would be rounded too far: what has terms is then marked. */
 __device__ inline bool is_vast_log2(float L) { return fabsf(L) > 1e7f && L != CUDART_INF_F; }
 
-/* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14.
- * pass(i, dS): these of dS, times 2^14. */
-template <int N, class Weights, class Terms, class Pass>
-__device__ inline void differentiate(float (&dP)[N], int shifts, Weights P, Terms delta, int (&by)[2], Pass pass)
+/* P 2^14 with terms as dS wants it, by pass(its elements): times the softcap's slope, where there is one. Dropout has given some a
+ * sign. */
+template <int N, class Pass>
+__device__ inline void pass_weights(const float (&P)[N], const float (&slope)[N], const args &a, Pass pass)
+{
+    if (a.softcap > 0)
+        pass([&](int e) { return P[e] * slope[e]; });
+    else
+        pass([&](int e) { return P[e]; });
+}
+
+/* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14. With TERMS they
+ * have a sign where dropout has left them out, and it is P (keep dP - delta). pass(i, dS): these of dS, times 2^14. */
+template <bool TERMS, int N, class Weights, class Terms, class Pass>
+__device__ inline void differentiate(float (&dP)[N], int shifts, const args &a, Weights P, Terms delta, int (&by)[2],
+                                     Pass pass)
 {
     for (; shifts > 100; shifts -= 100) /* so that its power of two is a number of fp32 */
 #pragma unroll
         for (int e = 0; e < N; e++)
             dP[e] *= power(-100);
     const float down = power(max(-126, min(127, -shifts))) * given_back<4>;
+    const auto all = [&](auto dS) { /* of dP, the weight and delta */
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-        const float4 four = P(i);
-        const float weights[4] = { four.x, four.y, four.z, four.w };
+                                    for (int i = 0; i < N / 4; i++) {
+                                        const float4 four = P(i);
+                                        const float weights[4] = { four.x, four.y, four.z, four.w };
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            dP[4 * i + e] = fmaf(dP[4 * i + e], down, -delta(4 * i + e)) * weights[e];
-        pass(i, &dP[4 * i]);
-    }
+                                        for (int e = 0; e < 4; e++)
+                                            dP[4 * i + e] = dS(dP[4 * i + e], weights[e], delta(4 * i + e));
+                                        pass(i, &dP[4 * i]);
+                                    }
+    };
+    if (TERMS && a.drop_below) {
+        const float kept = fminf(down * a.keep_scale, 3e38f);
+        all([&](float x, float weight, float d) { return fmaf(x, weight < 0.0f ? 0.0f : kept, -d) * fabsf(weight); });
+    } else
+        all([&](float x, float weight, float d) { return fmaf(x, down, -d) * weight; });
     raise_rows((float(&)[1][N / 4][4]) dP, by);
     by[0] += TOP, by[1] += TOP;
 }
@@ -239,16 +267,27 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             q_shifts.ask(0, all, of_q), g_shifts.ask(0, all, of_g);
         gradient<HEAD> dV;
         operand hi, lo;
+        /* Of tile j: its head, and this lane's first query. */
+        const auto head_met = [&](int j) { return w.head * a.G + j % a.G; };
+        const auto query_met = [&](int j) { return column_at<C>(w, j / a.G) + lane % 4 * 2; };
+        uint32_t dropped = 0;
+        const auto draw = [&](int j) { /* of tile j, while its S is on the way */
+                                       if constexpr (C::SPANS)
+                                           if (a.drop_below)
+                                               dropped = draw_dropped<true, COLUMNS / 2>(a, s.spans[n % C::WORKS],
+                                                                                         head_met(j), query_met(j),
+                                                                                         w.tile * C::ROWS + row);
+        };
         /* From S to P of tile j, which is handed over. */
         const auto finish = [&](float(&S)[COLUMNS / 2], int shift, int j) {
             const float *const L = s.L[tile % C::FIRST] + lane % 4 * 2;
             const int care = uniform(s.care[tile % C::FIRST][0]);
-            float c;
+            float c, slope[COLUMNS / 2];
             if constexpr (C::SPANS) {
                 const span &q = s.spans[n % C::WORKS];
-                const int step = j / a.G;
-                lane_scores<true, COLUMNS / 2> t = { S, column_at<C>(w, step) + lane % 4 * 2, w.tile * C::ROWS + row };
-                add_terms(t, logit_scale<HEAD>(a, k_shift + shift), a, q, head_of(a, q, w.head * a.G + j - step * a.G));
+                lane_scores<true, COLUMNS / 2> t = { S, query_met(j), w.tile * C::ROWS + row };
+                add_terms(t, logit_scale<HEAD>(p.scale, k_shift + shift), a, q, head_of(a, q, head_met(j)),
+                          [&](int e, float x) { slope[e] = x; });
                 bool vast = false;
 #pragma unroll
                 for (int e = 0; e < COLUMNS / 2; e += 4)
@@ -265,10 +304,20 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             release_first(s, tile);
             wait_to_pass(s, tile);
             float4 *const to = (float4 *)s.pass[tile % 2 * 2] + place_to_pass(threadIdx.x % 128);
+            const auto pass = [&](auto P) {
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 8; i++)
-                to[i * 128] = make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]);
+                for (int i = 0; i < COLUMNS / 8; i++)
+                    to[i * 128] = make_float4(P(4 * i), P(4 * i + 1), P(4 * i + 2), P(4 * i + 3));
+            };
+            if (C::SPANS && a.drop_below)
+                sign_dropped<true>(S, dropped);
+            if constexpr (C::SPANS)
+                pass_weights(S, slope, a, pass);
+            else
+                pass([&](int e) { return S[e]; });
             release(&s.pass_full[tile % 2]);
+            if (C::SPANS && a.drop_below)
+                drop<true>(S, dropped); /* from dV */
         };
         float T[HEAD / 2]; /* P^T dO of a tile is added when the next S is under way */
         clear(T);
@@ -281,7 +330,8 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         if (all) {
             float S[COLUMNS / 2];
             wait_first(s, tile);
-            multiply_scores<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile)); /* S^T = K Q^T */
+            multiply_scores<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), /* S^T = K Q^T */
+                                                        [&]() { draw(0); });
             finish(S, q_shift(0).s, 0);
             split(S, g_shift(0).s);
             tile++;
@@ -291,11 +341,13 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             float S[COLUMNS / 2];
             wait_first(s, tile);
             wait_second(s, tile - 1);
-            multiply_both<HEAD, C::ROWS, C::D / HEAD>(S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
-                                                      [&]() {
-                                                          if (!C::SPANS)
-                                                              dV.add(T, held);
-                                                      });
+            multiply_both<HEAD, C::ROWS, C::D / HEAD>(
+                S, K, first_tile(s, tile), T, hi, lo, second_tile(s, tile - 1),
+                [&]() {
+                    if (!C::SPANS)
+                        dV.add(T, held);
+                },
+                [&]() { draw(j); });
             const auto complete = [&]() { /* T */
                                           keep_order(tile);
                                           wgmma_wait<0>();
@@ -304,6 +356,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             if (C::SPANS) { /* terms leave no registers for it */
                 complete();
                 dV.add(T, by);
+                dV.settle();
             }
             finish(S, q_shift(j).s, j);
             if (!C::SPANS) {
@@ -321,7 +374,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             dV.add(T, by);
         }
         if (a.d_v.data)
-            dV.write(1.0f, a.d_v, a.Dv, w.rows,
+            dV.write(C::SPANS ? a.keep_scale : 1.0f, a.d_v, a.Dv, w.rows,
                      [&](int r) { return row_at(a.d_v, w.batch, w.head, a.col + (w.memory_row + r) * a.col_step); });
         leave_piece(s, slot);
     });
@@ -357,8 +410,9 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
             float4 *const pass = (float4 *)s.pass[tile % 2 * 2] + place_to_pass(threadIdx.x % 128);
             wait_passed(s, tile);
             wait_first(s, tile); /* Q for the next round */
-            differentiate(
-                dP, v.s + g.s, [&](int i) { return pass[i * 128]; }, [&](int e) { return delta[column_of(e)]; }, raised,
+            differentiate<C::SPANS>(
+                dP, v.s + g.s, a, [&](int i) { return pass[i * 128]; }, [&](int e) { return delta[column_of(e)]; },
+                raised,
                 [&](int i, const float *dS) {
                     if (C::ADDS) /* keys r and r + 8 of a query beside each other */
                         pass[i * 128] = make_float4(dS[0], dS[2], dS[1], dS[3]);

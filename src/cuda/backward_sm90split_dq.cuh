@@ -121,19 +121,24 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
             k_shifts.ask(0, end - begin, of_k), v_shifts.ask(0, end - begin, of_v);
         tile = skip(s, tile, begin);
         shift k = {};
-        /* From S of a tile to P. */
+        /* From S of a tile to P, times the slope of a softcap. */
         const auto finish = [&](float(&S)[COLUMNS / 2], int j) {
             k = k_shifts.get(j - begin, end - begin, of_k);
-            float c;
+            float c, slope[COLUMNS / 2];
             if constexpr (C::SPANS) {
                 const span &q = s.spans[n % C::WORKS];
                 lane_scores<false, COLUMNS / 2> t = { S, w.tile * C::ROWS + row, column + lane % 4 * 2 };
-                add_terms(t, logit_scale<HEAD>(a, q_shift + k.s), a, q, head_of(a, q, w.head));
+                add_terms(t, logit_scale<HEAD>(p.scale, q_shift + k.s), a, q, head_of(a, q, w.head),
+                          [&](int e, float x) { slope[e] = x; });
                 c = LOG2E;
             } else
                 c = exponent_scale<HEAD>(a, q_shift + k.s);
             weigh(S, c, column >= inside && column + COLUMNS <= outside, &s.range[slot][row], column + lane % 4 * 2,
                   [&](int e) { return L[e / 2 % 2]; });
+            if (C::SPANS && a.softcap > 0)
+#pragma unroll
+                for (int e = 0; e < COLUMNS / 2; e++)
+                    S[e] *= slope[e];
         };
         const auto add = [&](const float(&T)[HEAD / 2]) {
             release_first(s, tile - 1);
@@ -155,19 +160,31 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
                     wgmma_wait<0>();
                     add(T); /* dQ += dS K of the tile before */
                 };
-                if (C::SPANS) /* terms leave no registers for T */
+                if (C::SPANS) { /* terms leave no registers for T */
                     complete();
+                    dQ.settle();
+                }
                 finish(S, j);
                 if (!C::SPANS)
                     complete();
             }
             wait_second(s, tile);
-            multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile)); /* dP = dO V^T */
+            uint32_t dropped = 0;
+            multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile),
+                                                 [&]() { /* dP = dO V^T */
+                                                         if constexpr (C::SPANS)
+                                                             if (a.drop_below)
+                                                                 dropped = draw_dropped<false, COLUMNS / 2>(
+                                                                     a, s.spans[n % C::WORKS], w.head,
+                                                                     w.tile * C::ROWS + row, column + lane % 4 * 2);
+                                                 });
             release_second(s, tile);
+            if (C::SPANS && a.drop_below)
+                sign_dropped<false>(S, dropped);
             const shift v = v_shifts.get(j - begin, end - begin, of_v);
             again |= k.strange || v.strange || q_shift + k.s < p.exact_below;
-            differentiate(
-                dP, g_shift + v.s,
+            differentiate<C::SPANS>(
+                dP, g_shift + v.s, a,
                 [&](int i) { return make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]); },
                 [&](int e) { return delta[e / 2 % 2]; }, by, [](int, const float *) {});
             before = k.s;

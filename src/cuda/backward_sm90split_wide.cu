@@ -28,7 +28,8 @@ struct wide_job {
     int key_tiles, query_tiles;   /* of the longest sequence */
     int key_blocks, query_blocks; /* all tiles of keys come first: they take longer */
     int exact_below;
-    int *any; /* whether anything was marked */
+    float scale; /* unshifted_scale() */
+    int *any;    /* whether anything was marked */
 };
 
 /* Which rows a block owns, and what it meets: tiles of all heads that share keys, the last first, and of each the heads one
@@ -190,47 +191,60 @@ struct wide_shifts {
     }
 };
 
+/* Which P of tile i are dropped, while its S is on the way. */
+template <class C, bool KEYS> __device__ inline uint32_t draw_tile(const wide_job &p, const wide_shared<C> &s, int i)
+{
+    const wide_work &w = s.work;
+    if (!C::TERMS || !p.a.drop_below)
+        return 0;
+    const int thread = thread_anew(), across = w.column(i) + thread % 4 * 2,
+              down = w.from + thread / 32 % 4 * 16 + thread % 32 / 4;
+    return draw_dropped<KEYS, C::TILE / 2>(p.a, w.s, KEYS ? w.met_head(p.a, i) : w.head, KEYS ? across : down,
+                                           KEYS ? down : across);
+}
+
 /* S of tile i to P, which is handed over. L: of the rows where queries own them. */
-template <class C>
+template <class C, bool KEYS>
 __device__ inline void weigh_tile(const wide_job &p, wide_shared<C> &s, float (&S)[C::TILE / 2], int i, int shifts,
-                                  const float (&L)[2])
+                                  const float (&L)[2], uint32_t dropped)
 {
     const wide_work &w = s.work;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = w.column(i);
     const bool whole = column >= w.inside && column + C::TILE <= w.outside;
-    float c = LOG2E;
+    float c = LOG2E, slope[C::TILE / 2];
     if constexpr (C::TERMS) {
-        const head of = head_of(p.a, w.s, w.keys ? w.met_head(p.a, i) : w.head);
-        const float factor = logit_scale<C::HEAD>(p.a, shifts);
         const int across = column + lane % 4 * 2, down = w.from + row;
-        if (w.keys) {
-            lane_scores<true, C::TILE / 2> t = { S, across, down };
-            add_terms(t, factor, p.a, w.s, of);
-        } else {
-            lane_scores<false, C::TILE / 2> t = { S, down, across };
-            add_terms(t, factor, p.a, w.s, of);
-        }
-        bool vast = !w.keys && (is_vast_log2(L[0]) || is_vast_log2(L[1]));
-        if (w.keys)
+        lane_scores<KEYS, C::TILE / 2> t = { S, KEYS ? across : down, KEYS ? down : across };
+        add_terms(t, logit_scale<C::HEAD>(p.scale, shifts), p.a, w.s,
+                  head_of(p.a, w.s, KEYS ? w.met_head(p.a, i) : w.head), [&](int e, float x) { slope[e] = x; });
+        bool vast = !KEYS && (is_vast_log2(L[0]) || is_vast_log2(L[1]));
+        if (KEYS)
 #pragma unroll
             for (int e = 0; e < C::TILE / 2; e += 4)
                 vast |= is_vast_log2(s.L[lane % 4 * 2 + column_of(e)]) ||
                         is_vast_log2(s.L[lane % 4 * 2 + column_of(e + 1)]);
         if (__any_sync(~0u, vast) && lane == 0)
-            (w.keys ? p.split.k : p.split.q).marks[w.own_at(p.split)] = *p.any = 1;
+            (KEYS ? p.split.k : p.split.q).marks[w.own_at(p.split)] = *p.any = 1;
     } else
         c = exponent_scale<C::HEAD>(p.a, shifts);
-    if (w.keys)
-        weigh(S, c, whole, &s.range[row], column + lane % 4 * 2,
-              [&](int e) { return s.L[lane % 4 * 2 + column_of(e)]; });
-    else
-        weigh(S, c, whole, &s.range[row], column + lane % 4 * 2, [&](int e) { return L[e / 2 % 2]; });
-    if (w.keys)
+    weigh(S, c, whole, &s.range[row], column + lane % 4 * 2,
+          [&](int e) { return KEYS ? s.L[lane % 4 * 2 + column_of(e)] : L[e / 2 % 2]; });
+    if (KEYS)
         wait(shared_address(&s.returned), i & 1 ^ 1); /* else this thread has read what lies there */
+    const auto pass = [&](auto P) {
 #pragma unroll
-    for (int n = 0; n < C::TILE / 8; n++)
-        s.pass[n][threadIdx.x % 128] = make_float4(S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3]);
+        for (int n = 0; n < C::TILE / 8; n++)
+            s.pass[n][threadIdx.x % 128] = make_float4(P(4 * n), P(4 * n + 1), P(4 * n + 2), P(4 * n + 3));
+    };
+    if (C::TERMS && p.a.drop_below)
+        sign_dropped<KEYS>(S, dropped);
+    if constexpr (C::TERMS)
+        pass_weights(S, slope, p.a, pass);
+    else
+        pass([&](int e) { return S[e]; });
     release(&s.passed);
+    if (C::TERMS && KEYS && p.a.drop_below)
+        drop<KEYS>(S, dropped); /* from dV */
 }
 
 /* Results += X B, 64 columns at a time from column `from` on, with X split into hi and lo, in units of 2^-by. */
@@ -258,9 +272,11 @@ template <class C> __device__ inline void values_role(const wide_job &p, wide_sh
         float S[C::TILE / 2];
         operand_of<C::TILE> hi, lo;
         int by[2];
+        uint32_t dropped = 0;
         wait(shared_address(&s.full[0]), i & 1);
-        multiply_scores<C::HEAD, SPLIT_ROWS, 2>(S, own_tile(s, 0), met_tile(s, 0));
-        weigh_tile(p, s, S, i, k_shift + q_shifts.get(i).s, none);
+        multiply_scores<C::HEAD, SPLIT_ROWS, 2>(S, own_tile(s, 0), met_tile(s, 0),
+                                                [&]() { dropped = draw_tile<C, true>(p, s, i); });
+        weigh_tile<C, true>(p, s, S, i, k_shift + q_shifts.get(i).s, none, dropped);
         release(&s.free[0]);
         split_weights(hi, lo, S, by);
         const int more = TOP + g_shifts.get(i).s;
@@ -270,7 +286,7 @@ template <class C> __device__ inline void values_role(const wide_job &p, wide_sh
         release(&s.free[1]);
     }
     if (a.d_v.data)
-        dV.write(1.0f, a.d_v, a.Dv, w.rows, [&](int r) {
+        dV.write(C::TERMS ? a.keep_scale : 1.0f, a.d_v, a.Dv, w.rows, [&](int r) {
             return row_at(a.d_v, w.s.k_batch, w.head, a.col + (w.s.k_row + w.from + r) * a.col_step);
         });
 }
@@ -303,8 +319,8 @@ template <class C, bool KEYS> __device__ inline void second_role(const wide_job 
         const shift met1 = shifts1.get(i), met2 = shifts2.get(i);
         again |= met1.strange || met2.strange || own1.s + met1.s < p.exact_below;
         wait(shared_address(&s.passed), i & 1);
-        differentiate(
-            dP, own2.s + met2.s, [&](int n) { return s.pass[n][threadIdx.x % 128]; },
+        differentiate<C::TERMS>(
+            dP, own2.s + met2.s, a, [&](int n) { return s.pass[n][threadIdx.x % 128]; },
             [&](int e) { return KEYS ? s.delta[lane % 4 * 2 + column_of(e)] : delta[e / 2 % 2]; }, by,
             [&](int n, const float *dS) {
                 if (!KEYS)
@@ -348,10 +364,12 @@ template <class C> __device__ inline void queries_role(const wide_job &p, wide_s
         float S[C::TILE / 2];
         operand_of<C::TILE> hi, lo;
         int by[2];
+        uint32_t dropped = 0;
         wait(shared_address(&s.full[0]), i & 1);
-        multiply_scores<C::HEAD, SPLIT_ROWS, 2>(S, own_tile(s, 0), met_tile(s, 0));
+        multiply_scores<C::HEAD, SPLIT_ROWS, 2>(S, own_tile(s, 0), met_tile(s, 0),
+                                                [&]() { dropped = draw_tile<C, false>(p, s, i); });
         const int k_shift = k_shifts.get(i).s;
-        weigh_tile(p, s, S, i, q_shift + k_shift, L);
+        weigh_tile<C, false>(p, s, S, i, q_shift + k_shift, L, dropped);
         wait(shared_address(&s.full[1]), i & 1);
         release(&s.free[1]); /* which the other reads alone */
         wait(shared_address(&s.returned), i & 1);
@@ -457,7 +475,7 @@ heed_status heed_backward_sm90split_wide(const heed_problem *p, const heed_plan 
     }
     job.a = a;
     job.split.facts = NULL;
-    job.exact_below = split_exact_below(a), job.any = job.split.zeros + 2;
+    job.exact_below = split_exact_below(a), job.scale = unshifted_scale(a), job.any = job.split.zeros + 2;
     job.split.columns = split_columns(a);
     heed_status status = heed_cuda_split(a, job.split, false, NULL, x);
     const bool narrow = job.split.columns == 192;

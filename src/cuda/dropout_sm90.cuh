@@ -1,6 +1,6 @@
 /* Dropout in the Hopper kernels. Of 64 x 64 scores a warp has 16 rows and needs 128 Philox, four for each lane. Each lane draws
  * other four, of eight keys each, while a product is on its way, and then lanes exchange bits until each has those of its own
- * scores, which are one word. */
+ * scores, which are one word. Of 64 x 32 scores it is half as many. */
 #ifndef HEED_CUDA_DROPOUT_SM90_CUH
 #define HEED_CUDA_DROPOUT_SM90_CUH
 
@@ -32,6 +32,17 @@ __device__ inline uint32_t reach(uint32_t two, uint32_t below)
     return (two & ~bound) | (~difference & (two | ~bound));
 }
 
+/* Two Philox x and y: sets bit first + 16 e + 8 i + n where number 2 n + e of x (i = 0) or y is no less than drop_below. */
+__device__ inline void keep_both(uint32_t &kept, int first, const uint4 &x, const uint4 &y, uint32_t drop_below)
+{
+    const uint32_t of_x[4] = { x.x, x.y, x.z, x.w }, of_y[4] = { y.x, y.y, y.z, y.w };
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const uint32_t four = pick_bytes(reach(of_x[n], drop_below), reach(of_y[n], drop_below), 0xFBD9);
+        kept |= four & 0x01010101u << (first + n);
+    }
+}
+
 /* The numbers of two eights of keys and two rows: bit 16 e + 8 i + 4 r + n is set where key 2 n + e of eight i is kept in row
  * r. */
 __device__ inline uint32_t draw_four(const drop_source &source, const uint32_t (&eights)[2],
@@ -42,13 +53,18 @@ __device__ inline uint32_t draw_four(const drop_source &source, const uint32_t (
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const uint4 x = source.numbers<true>(keys[0], rows[r]), y = source.numbers<true>(keys[1], rows[r]);
-        const uint32_t first[4] = { x.x, x.y, x.z, x.w }, second[4] = { y.x, y.y, y.z, y.w };
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const uint32_t four = pick_bytes(reach(first[n], drop_below), reach(second[n], drop_below), 0xFBD9);
-            kept |= four & 0x01010101u << (4 * r + n);
-        }
+        keep_both(kept, 4 * r, x, y, drop_below);
     }
+    return kept;
+}
+
+/* Those of one eight and two rows: bit 16 e + 8 r + n is set where key 2 n + e is kept in row r. */
+__device__ inline uint32_t draw_two(const drop_source &source, uint32_t eight, const drop_source::row_part (&rows)[2],
+                                    uint32_t drop_below)
+{
+    const drop_source::keys_part keys = source.of_keys(eight);
+    uint32_t kept = 0;
+    keep_both(kept, 0, source.numbers<true>(keys, rows[0]), source.numbers<true>(keys, rows[1]), drop_below);
     return kept;
 }
 

@@ -26,6 +26,7 @@ struct split_shape {
     static constexpr bool WIDE = HEAD > 128; /* O leaves no registers for all of P V */
     static constexpr int PRODUCER_REGISTERS = WIDE ? 56 : GROUPS == 2 ? 40 : 32;
     static constexpr int REGISTERS = WIDE ? 224 : GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
+    static constexpr bool DRAWS_EARLY = HEAD < 256; /* there are registers for it while S is on its way */
     static constexpr bool TERMS = TERMS_, OVERLAP = GROUPS < 4 && !WIDE && !TERMS, FORTH = true, FEW = false;
 
     /* Who sees the fewest keys of one tile, and is done with it first, sees the most of the next. */
@@ -60,6 +61,7 @@ struct both_shifts {
 struct split_order {
     tile_order order;
     int exact_below; /* where the shifts of Q and K add up to less, two numbers of fp16 are not enough */
+    float scale;     /* unshifted_scale() */
     bool q_whole;    /* Q comes as it is, and is split in its place */
 };
 
@@ -83,7 +85,8 @@ __device__ inline void write_rows(float (&O)[S::HEAD / 2], const split_state &x,
                                   const forward_work<S::ROWS> &w, int row)
 {
     const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, w.h, 0)) : -CUDART_INF_F;
-    const int down = max(-250, min(250, -least)), half = down / 2, rest = down - half;
+    const int down = max(-250, min(250, -least)), half = down / 2;
+    const float rest = power(down - half) * (S::TERMS ? a.keep_scale : 1.0f);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int i = row + 8 * r;
@@ -94,7 +97,7 @@ __device__ inline void write_rows(float (&O)[S::HEAD / 2], const split_state &x,
 #pragma unroll
         for (int n = 0; n < S::HEAD / 4; n++) {
             float &o = O[n / 2 * 4 + 2 * r + n % 2];
-            o = fmaf(o, divide, o * rounded_by) * power(rest);
+            o = fmaf(o, divide, o * rounded_by) * rest;
         }
         if (a.lse.data && threadIdx.x % 4 == 0 && i < w.rows)
             store(a.lse, row_at(a.lse, w.s.q_batch, w.h, w.s.q_row + w.i0 + i), lse);
@@ -170,7 +173,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             const shift k = asked.k(j % 32);
             again |= q.s + k.s < by.exact_below || k.strange;
             if (S::TERMS)
-                return logit_scale<S::HEAD>(a, q.s + k.s);
+                return logit_scale<S::HEAD>(by.scale, q.s + k.s);
             return fmaxf(fminf(times_power(a.scale, -q.s - k.s), 3e38f), 1.2e-38f); /* as 0 -inf would be NaN */
         };
         const auto is_edge = [&](int j) {
@@ -178,11 +181,13 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             return (j < w.clear_from && max(low(0), low(63)) > key) ||
                    (j >= w.clear_to && min(high(0), high(63)) < key + S::KEYS);
         };
+        const auto key_of = [&](int j) { return w.first + j * S::KEYS + thread_anew() % 4 * 2; };
         const auto weigh = [&](float(&s)[S::KEYS / 2], int j, float c, bool edge, float(&now)[2]) {
-            const int key = w.first + j * S::KEYS + thread_anew() % 4 * 2;
+            const int key = key_of(j);
             if constexpr (S::TERMS) {
                 lane_scores<false, S::KEYS / 2> t = { s, w.i0 + row(), key };
-                add_terms(t, c, a, w.s, head_of(a, w.s, w.h)); /* found anew: there are few registers */
+                const head of = head_of(a, w.s, w.h); /* found anew: there are few registers */
+                add_terms(t, c, a, w.s, of, [](int, float) {});
             }
             if (edge)
                 hide<S>(s, w, row(), key);
@@ -205,6 +210,22 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                 least = v.s;
             }
             return power(max(least - v.s, -127)) * (edge ? 1.0f : given_back<S::KEYS / 16>);
+        };
+        uint32_t dropped = 0;
+        const auto draw = [&](int j) {
+            if constexpr (S::TERMS)
+                if (a.drop_below)
+                    dropped = draw_dropped<false, S::KEYS / 2>(a, w.s, w.h, w.i0 + row(), key_of(j));
+        };
+        /* P as it goes into O. What dropout leaves of a row may be small beside the largest. */
+        const auto split_kept = [&](float(&s)[S::KEYS / 2], float(&now)[2]) {
+            if (S::TERMS && a.drop_below) {
+                int raised[2];
+                drop<false>(s, dropped);
+                split_weights(hi, lo, s, raised);
+                now[0] *= power(-raised[0]), now[1] *= power(-raised[1]);
+            } else
+                split_weights(hi, lo, s);
         };
         const auto release_q = [&]() { release(shared_address(&sh.q_empty[group()])); };
         const auto skip = [&](int blocks) {
@@ -230,12 +251,16 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
                     c = scale_of(j), edge = is_edge(j);
                     now[0] = now[1] = units_of(j, edge);
                     asm volatile("" : "+f"(c), "+f"(now[0])); /* or they would be found only when S is there */
+                    if (S::DRAWS_EARLY)
+                        draw(j);
                 });
                 release(k_empty + 8 * at.at());
                 if (j == seen - 1)
                     release_q();
                 weigh(s, j, c, edge, none);
-                split_weights(hi, lo, s);
+                if (!S::DRAWS_EARLY)
+                    draw(j);
+                split_kept(s, now);
                 wait(v_full + 8 * at.at(), at.parity());
                 if constexpr (S::WIDE) {
                     multiply_by_panels<S::HEAD, S::HEAD / 64>(hi, lo, on(V0, uniform(at.at()) * V_BYTES), 0,
@@ -396,7 +421,7 @@ static heed_status run(const args &a, const split_tensors &split, bool q_whole, 
     const int blocks = (int)HEED_MIN(total, units);
     const int64_t parts = tiles_of(a.Sq, 64);
     split_order by = { order_of<S>(a, { 1, INT32_MAX, NULL, NULL }, keys * S::D * 4, blocks, tiles),
-                       split_exact_below(a), q_whole };
+                       split_exact_below(a), unshifted_scale(a), q_whole };
     by.order.least = (int)(parts / tiles), by.order.few = (int)(tiles - parts % tiles);
     constexpr int BYTES = sizeof(split_shared<S>);
     /* Where each block has one tile, and with head sizes to 64, it gains to have begun when the pass ends. */

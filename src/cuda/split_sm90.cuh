@@ -221,11 +221,12 @@ __device__ inline void start_apart(float (&S)[SPLIT_ROWS / 2], float (&small)[SP
     wgmma_commit();
 }
 
-template <int HEAD, int A_ROWS, int PARTS>
-__device__ inline void multiply_apart(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B)
+template <int HEAD, int A_ROWS, int PARTS, class Work>
+__device__ inline void multiply_apart(float (&S)[SPLIT_ROWS / 2], uint64_t A, uint64_t B, Work meanwhile)
 {
     float small[SPLIT_ROWS / 2];
     start_apart<HEAD, A_ROWS, PARTS>(S, small, A, B);
+    meanwhile();
     wgmma_wait<0>();
     if (PARTS == 2)
         join(S, small);
