@@ -4,7 +4,7 @@
 
 /* ---- Kernels ----------------------------------------------------------------------------------------------------- */
 
-template <int HEAD, int PARTS, bool TERMS>
+template <int HEAD, int PARTS, int TERMS>
 __global__ void __launch_bounds__(dkv_shape<HEAD, PARTS, TERMS>::THREADS, 1)
     dkv_sm90split(const __grid_constant__ split_job p)
 {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(128)
     });
 }
 
-template <int HEAD, int PARTS, bool TERMS>
+template <int HEAD, int PARTS, int TERMS>
 __global__ void __launch_bounds__(dq_shape<HEAD, PARTS, TERMS>::THREADS, 1)
     dq_sm90split(const __grid_constant__ split_job p)
 {
@@ -166,7 +166,7 @@ static bool all_rows_see(const args &a)
     return a.uniform && a.d_q.data && (all || (s.unit && s.low < s.high && s.high > 0 && s.rows - 1 + s.low < s.keys));
 }
 
-template <int HEAD, int PARTS, bool TERMS = false>
+template <int HEAD, int PARTS, int TERMS = WITHOUT_TERMS>
 static heed_status run_all(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
 {
     typedef dkv_shape<HEAD, PARTS, TERMS> keys_shape;
@@ -196,8 +196,12 @@ static heed_status run_all(split_job &p, const split_space &s, const heed_plan *
 static heed_status run(split_job &p, const split_space &s, const heed_plan *plan, const heed_exec *x)
 {
     const bool narrow = split_width(p.job.a) == 64;
-    if (has_terms(p.job.a))
-        return narrow ? run_all<64, 2, true>(p, s, plan, x) : run_all<128, 2, true>(p, s, plan, x);
+    const int terms = terms_of(p.job.a);
+    if (terms == WITH_ALL_TERMS)
+        return narrow ? run_all<64, 2, WITH_ALL_TERMS>(p, s, plan, x) : run_all<128, 2, WITH_ALL_TERMS>(p, s, plan, x);
+    if (terms == WITH_SOME_TERMS)
+        return narrow ? run_all<64, 2, WITH_SOME_TERMS>(p, s, plan, x)
+                      : run_all<128, 2, WITH_SOME_TERMS>(p, s, plan, x);
     if (s.split.hi_only)
         return narrow ? run_all<64, 1>(p, s, plan, x) : run_all<128, 1>(p, s, plan, x);
     return narrow ? run_all<64, 2>(p, s, plan, x) : run_all<128, 2>(p, s, plan, x);

@@ -32,11 +32,12 @@ struct split_job {
 constexpr int QUERIES = 128; /* of a block that owns queries */
 
 /* SPANS: with the terms of scores_split.cuh. */
-template <int HEAD, int PARTS, bool SPANS_, bool WIDE = (PARTS * HEAD > 128)>
+template <int HEAD, int PARTS, int TERMS_, bool WIDE = (PARTS * HEAD > 128)>
 struct dkv_shape : backward_shape<true, PARTS * HEAD, SPLIT_ROWS, WIDE ? 1 : 2, WIDE ? 2 : 4, 2, 0, 0, 4> {
     static constexpr bool SOON = false,
                           BY_ROLE = false; /* K and V are given back together, and with the piece of work */
-    static constexpr bool LAST_FIRST = true, SPANS = SPANS_;
+    static constexpr int KIND = TERMS_;
+    static constexpr bool LAST_FIRST = true, SPANS = KIND;
     static constexpr int WORKS = WIDE ? 1 : 2;
     typedef uint64_t own_rows; /* K and V as left operands */
 };
@@ -50,16 +51,18 @@ template <int PARTS> struct own_operand<true, PARTS> {
 
 /* With dQ, which needs few registers, so that there are some for K and V, if not for terms: P and dS leave shared memory
  * little time. */
-template <int PARTS, bool SPANS_>
-struct dkv_shape<64, PARTS, SPANS_, false> : backward_shape<true, PARTS * 64, SPLIT_ROWS, 2, 4, 2, OWNER, 2, 4> {
-    static constexpr bool NUMBERS = true, SPANS = SPANS_;
+template <int PARTS, int TERMS_>
+struct dkv_shape<64, PARTS, TERMS_, false> : backward_shape<true, PARTS * 64, SPLIT_ROWS, 2, 4, 2, OWNER, 2, 4> {
+    static constexpr int KIND = TERMS_;
+    static constexpr bool NUMBERS = true, SPANS = KIND;
     static constexpr int HEAD = 64, MANY = 192, SOME = 96;
     typedef typename own_operand<SPANS, PARTS>::type own_rows;
 };
 
-template <int HEAD, int PARTS, bool SPANS_, bool WIDE = (PARTS * HEAD > 128)>
+template <int HEAD, int PARTS, int TERMS_, bool WIDE = (PARTS * HEAD > 128)>
 struct dq_shape : backward_shape<false, PARTS * HEAD, QUERIES, WIDE ? 1 : 2, WIDE ? 2 : 4, WIDE ? 1 : 2> {
-    static constexpr bool SOON = false, SPANS = SPANS_;
+    static constexpr int KIND = TERMS_;
+    static constexpr bool SOON = false, SPANS = KIND;
     static constexpr int WORKS = WIDE ? 1 : 2;
 };
 
@@ -169,10 +172,10 @@ __device__ inline bool is_vast_log2(float L) { return fabsf(L) > 1e7f && L != CU
 
 /* P 2^14 with terms as dS wants it, by pass(its elements): times the softcap's slope, where there is one. Dropout has given some a
  * sign. */
-template <int N, class Pass>
+template <int TERMS, int N, class Pass>
 __device__ inline void pass_weights(const float (&P)[N], const float (&slope)[N], const args &a, Pass pass)
 {
-    if (a.softcap > 0)
+    if (has_cap<TERMS>(a))
         pass([&](int e) { return P[e] * slope[e]; });
     else
         pass([&](int e) { return P[e]; });
@@ -180,7 +183,7 @@ __device__ inline void pass_weights(const float (&P)[N], const float (&slope)[N]
 
 /* dP 2^shifts becomes dS 2^by = P (dP - delta) 2^by, with a by for each row. P(i): elements 4 i .. + 3, times 2^14. With TERMS they
  * have a sign where dropout has left them out, and it is P (keep dP - delta). pass(i, dS): these of dS, times 2^14. */
-template <bool TERMS, int N, class Weights, class Terms, class Pass>
+template <int TERMS, int N, class Weights, class Terms, class Pass>
 __device__ inline void differentiate(float (&dP)[N], int shifts, const args &a, Weights P, Terms delta, int (&by)[2],
                                      Pass pass)
 {
@@ -200,7 +203,7 @@ __device__ inline void differentiate(float (&dP)[N], int shifts, const args &a, 
                                         pass(i, &dP[4 * i]);
                                     }
     };
-    if (TERMS && a.drop_below) {
+    if (has_dropout<TERMS>(a)) {
         const float kept = fminf(down * a.keep_scale, 3e38f);
         all([&](float x, float weight, float d) { return fmaf(x, weight < 0.0f ? 0.0f : kept, -d) * fabsf(weight); });
     } else
@@ -273,7 +276,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
         uint32_t dropped = 0;
         const auto draw = [&](int j) { /* of tile j, while its S is on the way */
                                        if constexpr (C::SPANS)
-                                           if (a.drop_below)
+                                           if (has_dropout<C::KIND>(a))
                                                dropped = draw_dropped<true, COLUMNS / 2>(a, s.spans[n % C::WORKS],
                                                                                          head_met(j), query_met(j),
                                                                                          w.tile * C::ROWS + row);
@@ -286,8 +289,8 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             if constexpr (C::SPANS) {
                 const span &q = s.spans[n % C::WORKS];
                 lane_scores<true, COLUMNS / 2> t = { S, query_met(j), w.tile * C::ROWS + row };
-                add_terms(t, logit_scale<HEAD>(p.scale, k_shift + shift), a, q, head_of(a, q, head_met(j)),
-                          [&](int e, float x) { slope[e] = x; });
+                add_terms<C::KIND>(t, logit_scale<HEAD>(p.scale, k_shift + shift), a, q, head_of(a, q, head_met(j)),
+                                    [&](int e, float x) { slope[e] = x; });
                 bool vast = false;
 #pragma unroll
                 for (int e = 0; e < COLUMNS / 2; e += 4)
@@ -309,14 +312,14 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
                 for (int i = 0; i < COLUMNS / 8; i++)
                     to[i * 128] = make_float4(P(4 * i), P(4 * i + 1), P(4 * i + 2), P(4 * i + 3));
             };
-            if (C::SPANS && a.drop_below)
+            if (has_dropout<C::KIND>(a))
                 sign_dropped<true>(S, dropped);
             if constexpr (C::SPANS)
-                pass_weights(S, slope, a, pass);
+                pass_weights<C::KIND>(S, slope, a, pass);
             else
                 pass([&](int e) { return S[e]; });
             release(&s.pass_full[tile % 2]);
-            if (C::SPANS && a.drop_below)
+            if (has_dropout<C::KIND>(a))
                 drop<true>(S, dropped); /* from dV */
         };
         float T[HEAD / 2]; /* P^T dO of a tile is added when the next S is under way */
@@ -356,7 +359,8 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
             if (C::SPANS) { /* terms leave no registers for it */
                 complete();
                 dV.add(T, by);
-                dV.settle();
+                if (C::KIND == WITH_ALL_TERMS)
+                    dV.settle();
             }
             finish(S, q_shift(j).s, j);
             if (!C::SPANS) {
@@ -410,7 +414,7 @@ template <int HEAD, class C> __device__ inline void keys_role(const split_job &p
             float4 *const pass = (float4 *)s.pass[tile % 2 * 2] + place_to_pass(threadIdx.x % 128);
             wait_passed(s, tile);
             wait_first(s, tile); /* Q for the next round */
-            differentiate<C::SPANS>(
+            differentiate<C::KIND>(
                 dP, v.s + g.s, a, [&](int i) { return pass[i * 128]; }, [&](int e) { return delta[column_of(e)]; },
                 raised,
                 [&](int i, const float *dS) {

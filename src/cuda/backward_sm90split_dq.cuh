@@ -128,14 +128,14 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
             if constexpr (C::SPANS) {
                 const span &q = s.spans[n % C::WORKS];
                 lane_scores<false, COLUMNS / 2> t = { S, w.tile * C::ROWS + row, column + lane % 4 * 2 };
-                add_terms(t, logit_scale<HEAD>(p.scale, q_shift + k.s), a, q, head_of(a, q, w.head),
-                          [&](int e, float x) { slope[e] = x; });
+                add_terms<C::KIND>(t, logit_scale<HEAD>(p.scale, q_shift + k.s), a, q, head_of(a, q, w.head),
+                                    [&](int e, float x) { slope[e] = x; });
                 c = LOG2E;
             } else
                 c = exponent_scale<HEAD>(a, q_shift + k.s);
             weigh(S, c, column >= inside && column + COLUMNS <= outside, &s.range[slot][row], column + lane % 4 * 2,
                   [&](int e) { return L[e / 2 % 2]; });
-            if (C::SPANS && a.softcap > 0)
+            if (has_cap<C::KIND>(a))
 #pragma unroll
                 for (int e = 0; e < COLUMNS / 2; e++)
                     S[e] *= slope[e];
@@ -162,7 +162,8 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
                 };
                 if (C::SPANS) { /* terms leave no registers for T */
                     complete();
-                    dQ.settle();
+                    if (C::KIND == WITH_ALL_TERMS)
+                        dQ.settle();
                 }
                 finish(S, j);
                 if (!C::SPANS)
@@ -173,17 +174,17 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
             multiply_apart<HEAD, C::ROWS, PARTS>(dP, dO, second_tile(s, tile),
                                                  [&]() { /* dP = dO V^T */
                                                          if constexpr (C::SPANS)
-                                                             if (a.drop_below)
+                                                             if (has_dropout<C::KIND>(a))
                                                                  dropped = draw_dropped<false, COLUMNS / 2>(
                                                                      a, s.spans[n % C::WORKS], w.head,
                                                                      w.tile * C::ROWS + row, column + lane % 4 * 2);
                                                  });
             release_second(s, tile);
-            if (C::SPANS && a.drop_below)
+            if (has_dropout<C::KIND>(a))
                 sign_dropped<false>(S, dropped);
             const shift v = v_shifts.get(j - begin, end - begin, of_v);
             again |= k.strange || v.strange || q_shift + k.s < p.exact_below;
-            differentiate<C::SPANS>(
+            differentiate<C::KIND>(
                 dP, g_shift + v.s, a,
                 [&](int i) { return make_float4(S[4 * i], S[4 * i + 1], S[4 * i + 2], S[4 * i + 3]); },
                 [&](int e) { return delta[e / 2 % 2]; }, by, [](int, const float *) {});

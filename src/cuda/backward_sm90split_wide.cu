@@ -14,8 +14,8 @@
 #include "backward_sm90split.cuh"
 
 /* TERMS: of scores_split.cuh. */
-template <int HEAD_, int TILE_, bool TERMS_> struct wide_shape {
-    static constexpr bool TERMS = TERMS_;
+template <int HEAD_, int TILE_, int TERMS_> struct wide_shape {
+    static constexpr int TERMS = TERMS_;
     static constexpr int HEAD = HEAD_, TILE = TILE_, D = 2 * HEAD, PANELS = HEAD / 64;
     static constexpr int THREADS = 3 * 128, FEW = 40, MANY = 232;
     static constexpr int FIRST = (PANELS + 1) / 2 * 64; /* columns of dQ that the first warpgroup has */
@@ -195,7 +195,7 @@ struct wide_shifts {
 template <class C, bool KEYS> __device__ inline uint32_t draw_tile(const wide_job &p, const wide_shared<C> &s, int i)
 {
     const wide_work &w = s.work;
-    if (!C::TERMS || !p.a.drop_below)
+    if (!has_dropout<C::TERMS>(p.a))
         return 0;
     const int thread = thread_anew(), across = w.column(i) + thread % 4 * 2,
               down = w.from + thread / 32 % 4 * 16 + thread % 32 / 4;
@@ -215,8 +215,9 @@ __device__ inline void weigh_tile(const wide_job &p, wide_shared<C> &s, float (&
     if constexpr (C::TERMS) {
         const int across = column + lane % 4 * 2, down = w.from + row;
         lane_scores<KEYS, C::TILE / 2> t = { S, KEYS ? across : down, KEYS ? down : across };
-        add_terms(t, logit_scale<C::HEAD>(p.scale, shifts), p.a, w.s,
-                  head_of(p.a, w.s, KEYS ? w.met_head(p.a, i) : w.head), [&](int e, float x) { slope[e] = x; });
+        add_terms<C::TERMS>(t, logit_scale<C::HEAD>(p.scale, shifts), p.a, w.s,
+                            head_of(p.a, w.s, KEYS ? w.met_head(p.a, i) : w.head),
+                            [&](int e, float x) { slope[e] = x; });
         bool vast = !KEYS && (is_vast_log2(L[0]) || is_vast_log2(L[1]));
         if (KEYS)
 #pragma unroll
@@ -236,14 +237,14 @@ __device__ inline void weigh_tile(const wide_job &p, wide_shared<C> &s, float (&
         for (int n = 0; n < C::TILE / 8; n++)
             s.pass[n][threadIdx.x % 128] = make_float4(P(4 * n), P(4 * n + 1), P(4 * n + 2), P(4 * n + 3));
     };
-    if (C::TERMS && p.a.drop_below)
+    if (has_dropout<C::TERMS>(p.a))
         sign_dropped<KEYS>(S, dropped);
     if constexpr (C::TERMS)
-        pass_weights(S, slope, p.a, pass);
+        pass_weights<C::TERMS>(S, slope, p.a, pass);
     else
         pass([&](int e) { return S[e]; });
     release(&s.passed);
-    if (C::TERMS && KEYS && p.a.drop_below)
+    if (KEYS && has_dropout<C::TERMS>(p.a))
         drop<KEYS>(S, dropped); /* from dV */
 }
 
@@ -388,7 +389,7 @@ template <class C> __device__ inline void queries_role(const wide_job &p, wide_s
 
 /* ---- The kernel -------------------------------------------------------------------------------------------------- */
 
-template <int HEAD, int TILE, bool TERMS>
+template <int HEAD, int TILE, int TERMS>
 __global__ void __launch_bounds__(wide_shape<HEAD, TILE, TERMS>::THREADS, 1)
     backward_sm90split_wide(const __grid_constant__ wide_job p)
 {
@@ -429,7 +430,7 @@ __global__ void __launch_bounds__(wide_shape<HEAD, TILE, TERMS>::THREADS, 1)
 
 /* ---- Launch ------------------------------------------------------------------------------------------------------ */
 
-template <int HEAD, int TILE, bool TERMS> static heed_status run(wide_job &p, const heed_exec *x)
+template <int HEAD, int TILE, int TERMS> static heed_status run(wide_job &p, const heed_exec *x)
 {
     typedef wide_shape<HEAD, TILE, TERMS> C;
     static_assert(sizeof(wide_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
@@ -480,9 +481,9 @@ heed_status heed_backward_sm90split_wide(const heed_problem *p, const heed_plan 
     heed_status status = heed_cuda_split(a, job.split, false, NULL, x);
     const bool narrow = job.split.columns == 192;
     if (!status && has_terms(a))
-        status = narrow ? run<192, 64, true>(job, x) : run<256, 32, true>(job, x);
+        status = narrow ? run<192, 64, WITH_ALL_TERMS>(job, x) : run<256, 32, WITH_ALL_TERMS>(job, x);
     else if (!status)
-        status = narrow ? run<192, 64, false>(job, x) : run<256, 32, false>(job, x);
+        status = narrow ? run<192, 64, WITHOUT_TERMS>(job, x) : run<256, 32, WITHOUT_TERMS>(job, x);
     const marked only = { job.any, job.split.k.marks, job.split.q.marks };
     if (!status && narrow) { /* what is marked wants rows as wide as its tiles */
         split_tensors pass = job.split;

@@ -18,7 +18,7 @@
 #include "split_sm90.cuh"
 
 /* TERMS: of scores_split.cuh. */
-template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_, int KEYS_ = SPLIT_ROWS, bool TERMS_ = false>
+template <int HEAD_, int PARTS_, int GROUPS_, int STAGES_, int KEYS_ = SPLIT_ROWS, int TERMS_ = WITHOUT_TERMS>
 struct split_shape {
     static constexpr int HEAD = HEAD_, PARTS = PARTS_, D = PARTS * HEAD, GROUPS = GROUPS_, ROWS = 64 * GROUPS,
                          KEYS = KEYS_, ALIGNED = SPLIT_ROWS, EDGES = ROWS;
@@ -27,7 +27,8 @@ struct split_shape {
     static constexpr int PRODUCER_REGISTERS = WIDE ? 56 : GROUPS == 2 ? 40 : 32;
     static constexpr int REGISTERS = WIDE ? 224 : GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112;
     static constexpr bool DRAWS_EARLY = HEAD < 256; /* there are registers for it while S is on its way */
-    static constexpr bool TERMS = TERMS_, OVERLAP = GROUPS < 4 && !WIDE && !TERMS, FORTH = true, FEW = false;
+    static constexpr int TERMS = TERMS_;
+    static constexpr bool OVERLAP = GROUPS < 4 && !WIDE && !TERMS, FORTH = true, FEW = false;
 
     /* Who sees the fewest keys of one tile, and is done with it first, sees the most of the next. */
     static __device__ int part(int group, int n) { return n % 2 ? GROUPS - 1 - group : group; }
@@ -187,7 +188,7 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
             if constexpr (S::TERMS) {
                 lane_scores<false, S::KEYS / 2> t = { s, w.i0 + row(), key };
                 const head of = head_of(a, w.s, w.h); /* found anew: there are few registers */
-                add_terms(t, c, a, w.s, of, [](int, float) {});
+                add_terms<S::TERMS>(t, c, a, w.s, of, [](int, float) {});
             }
             if (edge)
                 hide<S>(s, w, row(), key);
@@ -213,13 +214,13 @@ __device__ inline void consume_split(split_shared<S> &sh, const args &a, const s
         };
         uint32_t dropped = 0;
         const auto draw = [&](int j) {
-            if constexpr (S::TERMS)
-                if (a.drop_below)
+            if constexpr (S::TERMS == WITH_ALL_TERMS)
+                if (has_dropout<S::TERMS>(a))
                     dropped = draw_dropped<false, S::KEYS / 2>(a, w.s, w.h, w.i0 + row(), key_of(j));
         };
         /* P as it goes into O. What dropout leaves of a row may be small beside the largest. */
         const auto split_kept = [&](float(&s)[S::KEYS / 2], float(&now)[2]) {
-            if (S::TERMS && a.drop_below) {
+            if (has_dropout<S::TERMS>(a)) {
                 int raised[2];
                 drop<false>(s, dropped);
                 split_weights(hi, lo, s, raised);
@@ -453,7 +454,7 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
     split_tensors split = {};
     lay_out(p, x->workspace, split);
     const int width = split_width(a);
-    const bool terms = has_terms(a);
+    const bool terms = has_terms(a), all = terms_of(a) == WITH_ALL_TERMS;
     split.hi_only = p->precision == HEED_TF32 && width <= 128 && !terms;
     split.columns = width <= 128 ? width : split_columns(a);
     const bool q_whole = !split.hi_only && is_whole(p->a.q, a.q);
@@ -465,10 +466,15 @@ heed_status heed_forward_sm90split(const heed_problem *p, const heed_plan *plan,
         status = width == 64 ? run<split_shape<64, 1, 3, 4>>(a, split, q_whole, units, x)
                              : run<split_shape<128, 1, 2, 4>>(a, split, q_whole, units, x);
     else if (!status && terms)
-        status = split.columns == 64    ? run<split_shape<64, 2, 3, 4, 64, true>>(a, split, q_whole, units, x)
-                 : split.columns == 128 ? run<split_shape<128, 2, 2, 2, 64, true>>(a, split, q_whole, units, x)
-                 : split.columns == 192 ? run<split_shape<192, 2, 2, 1, 64, true>>(a, split, q_whole, units, x)
-                                        : run<split_shape<256, 2, 2, 1, 32, true>>(a, split, q_whole, units, x);
+        status = split.columns == 64
+                     ? (all ? run<split_shape<64, 2, 3, 4, 64, WITH_ALL_TERMS>>
+                            : run<split_shape<64, 2, 3, 4, 64, WITH_SOME_TERMS>>)(a, split, q_whole, units, x)
+                 : split.columns == 128
+                     ? (all ? run<split_shape<128, 2, 2, 2, 64, WITH_ALL_TERMS>>
+                            : run<split_shape<128, 2, 2, 2, 64, WITH_SOME_TERMS>>)(a, split, q_whole, units, x)
+                 : split.columns == 192
+                     ? run<split_shape<192, 2, 2, 1, 64, WITH_ALL_TERMS>>(a, split, q_whole, units, x)
+                     : run<split_shape<256, 2, 2, 1, 32, WITH_ALL_TERMS>>(a, split, q_whole, units, x);
     else if (!status)
         status = split.columns == 64    ? run<split_shape<64, 2, 4, 4>>(a, split, q_whole, units, x)
                  : split.columns == 128 ? run<split_shape<128, 2, 2, 2>>(a, split, q_whole, units, x)

@@ -31,6 +31,18 @@ template <bool KEYS, int N> struct lane_scores {
 /* Scores that are more than a positive scale times q.k, or P that are more than their exponentials. */
 __host__ __device__ inline bool has_terms(const args &a) { return has_extras(a) || a.scale <= 0; }
 
+/* What of it a kernel takes. The code of softcap and dropout makes a tile 1.1 to 1.2 times as long for biases and masks, too. */
+enum { WITHOUT_TERMS, WITH_SOME_TERMS, WITH_ALL_TERMS };
+inline int terms_of(const args &a)
+{
+    return a.softcap > 0 || a.drop_below ? WITH_ALL_TERMS : has_terms(a) ? WITH_SOME_TERMS : WITHOUT_TERMS;
+}
+template <int TERMS> __device__ inline bool has_cap(const args &a) { return TERMS == WITH_ALL_TERMS && a.softcap > 0; }
+template <int TERMS> __device__ inline bool has_dropout(const args &a)
+{
+    return TERMS == WITH_ALL_TERMS && a.drop_below;
+}
+
 /* What takes q.k to logits, or where there is a softcap to what it takes the tangent of. Not by the kernels: a division is a call,
  * for which the tensor core would have to wait. */
 inline float unshifted_scale(const args &a) { return a.softcap > 0 ? a.scale / a.softcap : a.scale; }
@@ -83,10 +95,10 @@ __device__ inline void meet_term(const T &t, const args &a, const span &s, const
 
 /* S becomes logits, from factor S, which is what logit_scale() says it is. cap(e, slope): the slope of a softcap at element e. Where
  * there is none it is 0, not unset: a register that one branch alone sets is taken all through a loop. */
-template <class T, class Cap>
+template <int TERMS, class T, class Cap>
 __device__ inline void add_terms(T &t, float factor, const args &a, const span &s, const head &x, Cap cap)
 {
-    if (a.softcap > 0) {
+    if (has_cap<TERMS>(a)) {
 #pragma unroll
         for (int r = 0; r < T::R; r++)
 #pragma unroll
@@ -96,7 +108,7 @@ __device__ inline void add_terms(T &t, float factor, const args &a, const span &
                 cap(T::element(r, c), 1.0f - u * u);
             }
         factor = a.softcap;
-    } else
+    } else if (TERMS == WITH_ALL_TERMS)
 #pragma unroll
         for (int e = 0; e < T::R * T::C; e++)
             cap(e, 0.0f);
