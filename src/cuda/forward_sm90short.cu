@@ -37,11 +37,11 @@ template <int N> struct number {
     static constexpr int value = N;
 };
 
-/* Keys are met N at once and then LAST, where there are so many. GENERAL: a sink, or what the scores need beyond scale and such
- * bands as short_row() takes. in_turn: V takes K's place. */
-template <class T, int D, int N, int LAST, bool GENERAL, bool STEPS>
+/* Keys are met N at once and then LAST, where there are so many. GENERAL: a sink, or what the scores need beyond scale and a band
+ * of steps of 1. group: queries' heads for each of keys, by which a division would take its time. in_turn: V takes K's place. */
+template <class T, int D, int N, int LAST, bool GENERAL>
 __global__ void __launch_bounds__(SHORT_THREADS, most_blocks<D, N + LAST> - (D <= 128 && GENERAL))
-    forward_sm90short(const __grid_constant__ args a, int in_turn)
+    forward_sm90short(const __grid_constant__ args a, divisor group, int in_turn)
 {
 #if __CUDA_ARCH__ >= 900
     constexpr int KEYS = N + LAST;
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(SHORT_THREADS, most_blocks<D, N + LAST> - (D <
     if (i0 >= s.rows)
         return;
     const head x = head_of(a, s, own_head(a));
-    const int hk = a.G == 1 ? x.h : x.hk, row = i0 + warp * 16 + lane / 4; /* a division takes its time */
-    const meeting see = meet<false, STEPS>(a, s, i0, min(i0 + SHORT_OWN, s.rows));
+    const int hk = group.divide(x.h), row = i0 + warp * 16 + lane / 4;
+    const meeting see = meet<false, GENERAL>(a, s, i0, min(i0 + SHORT_OWN, s.rows));
     const int first = see.first & ~7;
     const source q = query_rows<T>(a.q, s, x.h, s.rows - 1, a.D);
     const source k = key_rows<T>(a, a.k, s, hk, see.last - 1, a.D);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(SHORT_THREADS, most_blocks<D, N + LAST> - (D <
                                   const bool whole = n0 >= see.inside && n0 + M <= see.outside;
                                   if (GENERAL)
                                       terms.score(t, a, s, x);
-                                  hide_band<STEPS>(t, a, s, whole);
+                                  hide_band<GENERAL>(t, a, s, whole);
                                   float rescale[2];
                                   softmax_step(t, m, l, rescale, c);
                                   if (LAST && met)
@@ -136,33 +136,37 @@ __global__ void __launch_bounds__(SHORT_THREADS, most_blocks<D, N + LAST> - (D <
                 meet_keys(number<LAST>(), N);
     }
     const float sink = GENERAL && a.sink.data ? load(a.sink, row_at(a.sink, 0, x.h, 0)) : -CUDART_INF_F;
-    float weight[2];
+    float weight[2], lse[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float lse = conclude<GENERAL>(m[r], quad_sum(l[r]), c, scale, sink, weight[r]);
-        if (a.lse.data && lane % 4 == 0 && row + 8 * r < s.rows)
-            ((float *)a.lse.data)[row_at(a.lse, s.q_batch, x.h, s.q_row + row + 8 * r)] = lse;
+    for (int r = 0; r < 2; r++)
+        lse[r] = conclude<GENERAL>(m[r], quad_sum(l[r]), c, scale, sink, weight[r]);
+    if (a.lse.data && lane % 4 == 0) {
+        float *const to = (float *)a.lse.data + row_at(a.lse, (unsigned)s.q_batch, (unsigned)x.h, s.q_row + row);
+        if (row < s.rows)
+            to[0] = lse[0];
+        if (row + 8 < s.rows)
+            to[8 * a.lse.stride[2]] = lse[1];
     }
     wgmma_wait<0>();
     wait_for_tiles(); /* all have done with Q */
     const int own = i0 + warp * 16;
     store_rows<T>(room.Q[0] + warp * (16 * 128), O, weight[0], weight[1], a.o,
-                  row_at(a.o, s.q_batch, x.h, s.q_row + own), a.o.stride[2], s.rows - own, a.Dv);
+                  row_at(a.o, (unsigned)s.q_batch, (unsigned)x.h, s.q_row + own), a.o.stride[2], s.rows - own, a.Dv);
 #endif
 }
 
 /* ---- Launching --------------------------------------------------------------------------------------------------- */
 
-template <class T, int D, int N, int LAST, bool GENERAL, bool STEPS>
+template <class T, int D, int N, int LAST, bool GENERAL>
 static heed_status run_kernel(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     typedef forward_room<D, N + LAST> room;
     const dim3 grid = grid_of(a, tiles_of(a.Sq, SHORT_OWN));
     const int64_t blocks = (int64_t)grid.x * grid.y * grid.z, held = plan->device.shared_bytes / sizeof(room);
     const int in_turn = D > 64 && blocks > held * plan->device.units;
-    return launch_early(forward_sm90short<T, D, N, LAST, GENERAL, STEPS>, grid, dim3(SHORT_THREADS),
+    return launch_early(forward_sm90short<T, D, N, LAST, GENERAL>, grid, dim3(SHORT_THREADS),
                         room_for_one(in_turn ? sizeof(room) - sizeof(room::V) : sizeof(room), grid, plan), plan, x, a,
-                        in_turn);
+                        divisor_of(a.G), in_turn);
 }
 
 static bool needs_general(const args &a) { return is_general(a) || a.sink.data; }
@@ -171,18 +175,18 @@ static bool needs_general(const args &a) { return is_general(a) || a.sink.data; 
 template <class T, int D> static heed_status run_wide(const args &a, const heed_plan *plan, const heed_exec *x)
 {
     const int keys = keys_of(a);
-    if (has_steps(a) || needs_general(a))
-        return run_kernel<T, D, 128, 0, true, true>(a, plan, x);
-    return keys <= 64   ? run_kernel<T, D, 64, 0, false, false>(a, plan, x)
-           : keys <= 96 ? run_kernel<T, D, 96, 0, false, false>(a, plan, x)
-                        : run_kernel<T, D, 128, 0, false, false>(a, plan, x);
+    if (needs_general(a))
+        return run_kernel<T, D, 128, 0, true>(a, plan, x);
+    return keys <= 64   ? run_kernel<T, D, 64, 0, false>(a, plan, x)
+           : keys <= 96 ? run_kernel<T, D, 96, 0, false>(a, plan, x)
+                        : run_kernel<T, D, 128, 0, false>(a, plan, x);
 }
 
 template <class T, int N, int LAST>
 static heed_status run_narrow(const args &a, const heed_plan *plan, const heed_exec *x)
 {
-    return needs_general(a) ? run_kernel<T, 64, N, LAST, true, false>(a, plan, x)
-                            : run_kernel<T, 64, N, LAST, false, false>(a, plan, x);
+    return needs_general(a) ? run_kernel<T, 64, N, LAST, true>(a, plan, x)
+                            : run_kernel<T, 64, N, LAST, false>(a, plan, x);
 }
 
 template <class T> static heed_status run(const args &a, const heed_plan *plan, const heed_exec *x)
@@ -193,9 +197,6 @@ template <class T> static heed_status run(const args &a, const heed_plan *plan, 
                : width <= 128 ? run_wide<T, 128>(a, plan, x)
                : width <= 192 ? run_wide<T, 192>(a, plan, x)
                               : run_wide<T, 256>(a, plan, x);
-    if (has_steps(a))
-        return keys <= 128 ? run_kernel<T, 64, 128, 0, true, true>(a, plan, x)
-                           : run_kernel<T, 64, 128, 128, true, true>(a, plan, x);
     return keys <= 64    ? run_narrow<T, 64, 0>(a, plan, x)
            : keys <= 96  ? run_narrow<T, 96, 0>(a, plan, x)
            : keys <= 128 ? run_narrow<T, 128, 0>(a, plan, x)

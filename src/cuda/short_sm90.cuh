@@ -54,28 +54,24 @@ __device__ inline int own_block(const short_division &by, const args &a, int &b,
  * query are those of eight neighbours, as its mask and bias lie in memory. */
 __device__ inline constexpr int key_of_row(int r) { return (r & ~31) | (r & 6) << 2 | (r & 24) >> 2 | (r & 1); }
 
-/* So many rows of s, a multiple of 64, from `row` on as a tile for the tensor core, of up to 64 columns, by all threads. Rows and
- * columns that there are not become zeros. MIXED: in the order of key_of_row(). */
+/* So many rows of s, a multiple of 32, from `row` on as a tile for the tensor core, of up to 64 columns, by all threads. Rows and
+ * columns that there are not become zeros: nothing is read there. MIXED: in the order of key_of_row(). */
 template <bool MIXED = false, int COLUMNS = 64>
 __device__ inline void copy_rows(char *to, const source &s, int row, int rows)
 {
     constexpr int CHUNKS = COLUMNS / 8, ONCE = SHORT_THREADS / CHUNKS;
-    const int r0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const int r0 = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, last = chunk * 16 <= s.end ? s.last : -1;
     uint32_t at = shared_address(to) + r0 * 128 + (chunk ^ r0 % 8) * 16;
-    const char *first = s.first + min(chunk * 16, s.end);
-    const int i0 = row + (MIXED ? key_of_row(r0) : r0);
-    if (row + rows - 1 <= s.last && s.end >= COLUMNS * 2 - 16) { /* all are there */
-        first = row_from(first, i0, s.step);
-#pragma unroll 4
-        for (int r = 0; r < rows; r += ONCE, at += ONCE * 128)
-            copy_async(at, row_from(first, MIXED ? key_of_row(r) : r, s.step), 16);
-        return;
-    }
-    const int last = chunk * 16 <= s.end ? s.last : -1;
+    int i = row + (MIXED ? key_of_row(r0) : r0);
+    const char *from = row_from(s.first + chunk * 16, i, s.step);
 #pragma unroll 2
-    for (int r = 0; r < rows; r += ONCE, at += ONCE * 128) {
-        const int i = i0 + (MIXED ? key_of_row(r) : r);
-        copy_async(at, row_from(first, max(min(i, last), 0), s.step), i <= last ? 16 : 0);
+    for (int r = 0; r < rows; r += 32) {
+#pragma unroll
+        for (int n = 0; n < 32; n += ONCE) {
+            const int further = MIXED ? key_of_row(n) : n;
+            copy_async(at + n * 128, row_from(from, further, s.step), i + further <= last ? 16 : 0);
+        }
+        at += 32 * 128, i += 32, from = row_from(from, 32, s.step);
     }
 }
 
@@ -136,7 +132,11 @@ __device__ inline void store_rows(char *out, const float (&X)[M], float upper, f
                                   int64_t step, int rows, int width)
 {
     const int lane = threadIdx.x % 32;
-    const uint32_t to = shared_address(out) + lane % 16 * 128;
+    /* Chunk c of row r lies at c ^ r % 8. So an even c, or four rows further down, is one bit of an address or two that change. */
+    const uint32_t to = shared_address(out) + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
+    const int from = lane / 8 * 128 + (lane / 8 ^ lane % 8) * 16, column = lane % 8 * 8;
+    T *first = (T *)t.data + at + lane / 8 * step + column;
+    asm("" : "+l"(first)); /* else each row's address would be worked out from the tensor's */
     const auto two = [&](int i, float by) { return by == 0.0f ? 0u : pack<T>(X[i] * by, X[i + 1] * by); };
 #pragma unroll
     for (int box = 0; box < (M + 31) / 32; box++) {
@@ -145,36 +145,43 @@ __device__ inline void store_rows(char *out, const float (&X)[M], float upper, f
 #pragma unroll
         for (int c = 0; c < HEED_MIN(M / 4 - 8 * box, 8); c += 2) {
             const int i = 32 * box + 4 * c;
-            store_matrices(to + ((c + lane / 16) ^ (lane % 8)) * 16, two(i, upper), two(i + 2, lower),
-                           two(i + 4, upper), two(i + 6, lower));
+            store_matrices(to ^ c * 16, two(i, upper), two(i + 2, lower), two(i + 4, upper), two(i + 6, lower));
         }
         __syncwarp();
-        const int column = 64 * box + lane % 8 * 8;
-        T *const first = (T *)t.data + at + column;
+        uint4 x[4];
 #pragma unroll
-        for (int e = 0; e < 16; e += 4) {
-            const int i = e + lane / 8;
-            if (i < rows && column < width)
-                *(uint4 *)(first + i * step) = *(const uint4 *)(out + i * 128 + (lane % 8 ^ i % 8) * 16);
-        }
+        for (int e = 0; e < 4; e++)
+            x[e] = *(const uint4 *)(out + (from ^ e % 2 * 64) + e * 512);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (lane / 8 + 4 * e < rows && 64 * box + column < width)
+                *(uint4 *)(first + 64 * box + 4 * e * step) = x[e];
     }
 }
 
-/* The keys that the band lets row i see, and the rows that it lets see key n. Without STEPS steps are 1: divisions would be
- * half of the code. */
-template <bool STEPS> __device__ inline void short_row(const args &a, const span &s, int i, int &first, int &last)
+/* The keys [first, last) that the band lets each of two rows see, or with KEYS the rows that it lets see each of two keys. Without
+ * STEPS steps are 1; with others there are 64-bit divisions, hundreds of instructions, so that these are there but once. */
+template <bool KEYS, bool STEPS>
+__device__ inline void two_bands(const args &a, const span &s, const int (&i)[2], int (&first)[2], int (&last)[2])
 {
-    if (STEPS)
-        return band_of_row(a, s, i, first, last);
-    first = min(max(i + s.low, 0), s.keys);
-    last = max(first, min(i + s.high, s.keys));
-}
-template <bool STEPS> __device__ inline void short_key(const args &a, const span &s, int n, int &first, int &last)
-{
-    if (STEPS)
-        return band_of_key(a, s, n, first, last);
-    first = min(max(n - s.high + 1, 0), s.rows);
-    last = max(first, min(n - s.low + 1, s.rows));
+    if (!STEPS || s.unit || (a.left >= FAR && a.right >= FAR)) {
+        const int low = KEYS ? 1 - s.high : s.low, high = KEYS ? 1 - s.low : s.high, end = KEYS ? s.rows : s.keys;
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            first[n] = min(max(i[n] + low, 0), end);
+            last[n] = max(first[n], min(i[n] + high, end));
+        }
+        return;
+    }
+    first[1] = last[1] = 0;
+#pragma unroll 1
+    for (int n = 0; n < 2; n++) { /* the second becomes the first in the next round */
+        first[0] = first[1], last[0] = last[1];
+        if (KEYS)
+            band_of_key(a, s, n ? i[1] : i[0], first[1], last[1]);
+        else
+            band_of_row(a, s, n ? i[1] : i[0], first[1], last[1]);
+    }
 }
 
 /* Waits where even finding out what there is to do reads memory: a kernel that starts before the one before it has ended. */
@@ -206,12 +213,10 @@ struct meeting {
 
 template <bool KEYS, bool STEPS> __device__ inline meeting meet(const args &a, const span &s, int begin, int end)
 {
-    int low, high, low2, high2;
-    if (KEYS)
-        short_key<STEPS>(a, s, begin, low, high), short_key<STEPS>(a, s, end - 1, low2, high2);
-    else
-        short_row<STEPS>(a, s, begin, low, high), short_row<STEPS>(a, s, end - 1, low2, high2);
-    return { min(low, low2), max(high, high2), max(low, low2), min(high, high2) };
+    const int ends[2] = { begin, end - 1 };
+    int low[2], high[2];
+    two_bands<KEYS, STEPS>(a, s, ends, low, high);
+    return { min(low[0], low[1]), max(high[0], high[1]), max(low[0], low[1]), min(high[0], high[1]) };
 }
 
 __device__ inline int round_down(int x, int to) { return x / to * to; }
@@ -224,26 +229,41 @@ template <int N, bool EXACT_ = false> struct query_scores {
     static constexpr int R = 2, C = N / 4, NEAR = EXACT_ ? 2 : 8; /* so many keys of a lane are neighbours */
     static constexpr bool EXACT = EXACT_;
     float (&X)[N / 2];
-    int i0, n0;            /* first query and first key of this lane */
-    int lows[2], highs[2]; /* of its two queries */
+    int i0, n0; /* first query and first key of this lane */
     __device__ float &at(int r, int c) { return X[c / 2 * 4 + r * 2 + c % 2]; }
     static __device__ constexpr int apart(int c) { return c / NEAR * (4 * NEAR) + c % NEAR; }
     __device__ int row(int r) const { return i0 + r * 8; }
     __device__ int key(int c) const { return n0 + apart(c); }
-    __device__ int low(int r) const { return lows[r]; }
-    __device__ int high(int r) const { return highs[r]; }
+    __device__ int low(int) const { return 0; } /* hide_band() has the band */
+    __device__ int high(int) const { return INT32_MAX; }
+    /* So many of the lane's keys come before key n. */
+    __device__ int before(int n) const
+    {
+        const unsigned y = max(min(n - n0, N), 0);
+        return y / (4 * NEAR) * NEAR + min(y % (4 * NEAR), (unsigned)NEAR);
+    }
 };
 
-/* Hides what the band hides, unless whole: then that is nothing in this tile. */
+/* Hides what the band hides, unless whole: then that is nothing in this tile. What is seen is a bit for each key: a comparison of
+ * each takes twice the instructions, but fewer registers, of which there are none left where scores are EXACT. */
 template <bool STEPS, int N, bool EXACT>
 __device__ inline void hide_band(query_scores<N, EXACT> &t, const args &a, const span &s, bool whole)
 {
     if (whole)
         return;
+    const int rows[2] = { min(t.row(0), s.rows - 1), min(t.row(1), s.rows - 1) };
+    int first[2], last[2];
+    two_bands<false, STEPS>(a, s, rows, first, last);
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-        short_row<STEPS>(a, s, min(t.row(r), s.rows - 1), t.lows[r], t.highs[r]);
-    hide_outside_band(t);
+    for (int r = 0; r < 2; r++) {
+        const int begin = EXACT ? first[r] - t.n0 : t.before(first[r]);
+        const unsigned count = EXACT ? last[r] - first[r] : t.before(last[r]) - begin, bits = bit_mask(begin, count);
+#pragma unroll
+        for (int c = 0; c < t.C; c++) {
+            const bool seen = EXACT ? (unsigned)(t.apart(c) - begin) < count : bits >> c & 1;
+            t.at(r, c) = seen ? t.at(r, c) : -CUDART_INF_F;
+        }
+    }
 }
 
 /* P = 2^(c S - c m'), l = l a + sum P, with m' = max(m, S) and a = 2^(c m - c m'), which O is to be multiplied by. */
@@ -284,7 +304,7 @@ template <bool EXACT_ = false, int R_ = 16> struct key_scores {
     static __device__ constexpr int down(int r) { return r / 2 * 8 + r % 2; }
     __device__ int row(int r) const { return i0 + down(from + r); }
     __device__ int key(int c) const { return n0 + apart(c); }
-    __device__ int low(int) const { return 0; } /* hide_queries() has the band */
+    __device__ int low(int) const { return 0; } /* as above */
     __device__ int high(int) const { return INT32_MAX; }
 };
 
@@ -293,14 +313,15 @@ __device__ inline void hide_band(key_scores<EXACT> &t, const args &a, const span
 {
     if (whole)
         return;
+    const int keys[2] = { min(t.key(0), s.keys - 1), min(t.key(1), s.keys - 1) };
+    int first[2], last[2];
+    two_bands<true, STEPS>(a, s, keys, first, last);
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-        int first, last;
-        short_key<STEPS>(a, s, min(t.key(c), s.keys - 1), first, last);
-        last = EXACT && t.key(c) >= s.keys ? first : last; /* there is no such key, but dQ would meet it */
+        last[c] = EXACT && t.key(c) >= s.keys ? first[c] : last[c]; /* there is no such key, but dQ would meet it */
 #pragma unroll
         for (int r = 0; r < key_scores<EXACT>::R; r++)
-            t.at(r, c) = (unsigned)(t.row(r) - first) < (unsigned)(last - first) ? t.at(r, c) : -CUDART_INF_F;
+            t.at(r, c) = (unsigned)(t.row(r) - first[c]) < (unsigned)(last[c] - first[c]) ? t.at(r, c) : -CUDART_INF_F;
     }
 }
 
@@ -320,17 +341,12 @@ struct score_piece {
         if (a.mask.data)
             mask = load_8(a.mask.data + h.mask + n + i * a.mask.stride[2]);
     }
-    template <class T> __device__ float term(const args &a, int e) const
+    template <class T> __device__ float term(int e) const
     {
-        if (!a.bias.data)
-            return 0.0f;
         const float2 two = unpack<T>(word(bias, e / 2));
         return e % 2 ? two.y : two.x;
     }
-    __device__ bool sees(const args &a, int e) const
-    {
-        return !a.mask.data || (e < 4 ? mask.x : mask.y) & 255u << 8 * (e % 4);
-    }
+    __device__ bool sees(int e) const { return (e < 4 ? mask.x : mask.y) & 255u << 8 * (e % 4); }
 };
 
 __device__ inline bool has_terms(const args &a) { return a.mask.data || a.bias.data; }
@@ -339,30 +355,47 @@ __device__ inline bool has_terms(const args &a) { return a.mask.data || a.bias.d
 template <class T, int N> struct query_terms {
     score_piece x[2][N / 32];
 
+    /* Of keys and queries that there are not any others' will do. */
     __device__ void ask(const args &a, const span &s, const head &h, const query_scores<N> &t)
     {
-        if (has_terms(a))
+        if (!has_terms(a))
+            return;
 #pragma unroll
-            for (int p = 0; p < 2 * (N / 32); p++)
-                x[p % 2][p / 2].ask(a, s, h, t.row(p % 2), t.n0 + p / 2 * 32);
+        for (int r = 0; r < 2; r++) {
+            const int i = min(t.row(r), s.rows - 1);
+            const char *const bias = a.bias.data + (h.bias + i * a.bias.stride[2]) * 2;
+            const char *const mask = a.mask.data + h.mask + i * a.mask.stride[2];
+#pragma unroll
+            for (int p = 0; p < N / 32; p++) {
+                const int n = min(t.n0 + p * 32, a.Sk - 8);
+                if (a.bias.data)
+                    x[r][p].bias = load_16(bias + n * 2);
+                if (a.mask.data)
+                    x[r][p].mask = load_8(mask + n);
+            }
+        }
     }
 
     /* S from q.k but for the band. */
     __device__ void score(query_scores<N> &t, const args &a, const span &s, const head &h) const
     {
-        if (has_terms(a)) {
+        if (a.bias.data) {
 #pragma unroll
             for (int r = 0; r < 2; r++)
 #pragma unroll
-                for (int c = 0; c < t.C; c++) {
-                    const score_piece &y = x[r][c / 8];
-                    t.at(r, c) = y.sees(a, c % 8) ? fmaf(t.at(r, c), a.scale, y.template term<T>(a, c % 8))
-                                                  : -CUDART_INF_F;
-                }
+                for (int c = 0; c < t.C; c++)
+                    t.at(r, c) = fmaf(t.at(r, c), a.scale, x[r][c / 8].template term<T>(c % 8));
         } else
             scale_scores(t, a.scale);
         if (a.alibi.data)
             add_alibi(t, s, h.slope);
+        if (a.mask.data) {
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+#pragma unroll
+                for (int c = 0; c < t.C; c++)
+                    t.at(r, c) = x[r][c / 8].sees(c % 8) ? t.at(r, c) : -CUDART_INF_F;
+        }
     }
 };
 
@@ -393,7 +426,7 @@ template <class T> struct key_terms {
             float z[8];
 #pragma unroll
             for (int e = 0; e < 8; e++)
-                z[e] = y[p].sees(a, e) ? y[p].template term<T>(a, e) : hidden();
+                z[e] = a.mask.data && !y[p].sees(e) ? hidden() : a.bias.data ? y[p].template term<T>(e) : 0.0f;
 #pragma unroll
             for (int e = 0; e < 8; e += 4)
                 *(float4 *)&x[row(p)][column() + e] = make_float4(z[e], z[e + 1], z[e + 2], z[e + 3]);

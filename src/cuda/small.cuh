@@ -60,15 +60,16 @@ template <class T> __device__ inline source rows_of(const view &t, int64_t at, i
     return { t.data + at * SIZE, (int)step * SIZE, last, width * SIZE - 16 };
 }
 
-/* Those of a head's queries or keys, to number `last` of the sequence. */
-template <class T> __device__ inline source query_rows(const view &t, const span &s, int h, int last, int width)
+/* Those of a head's queries or keys, to number `last` of the sequence. Numbers without a sign take fewer instructions. */
+template <class T> __device__ inline source query_rows(const view &t, const span &s, unsigned h, int last, int width)
 {
-    return rows_of<T>(t, row_at(t, s.q_batch, h, s.q_row), t.stride[2], last, width);
+    return rows_of<T>(t, row_at(t, (unsigned)s.q_batch, h, (unsigned)s.q_row), t.stride[2], last, width);
 }
 template <class T>
-__device__ inline source key_rows(const args &a, const view &t, const span &s, int hk, int last, int width)
+__device__ inline source key_rows(const args &a, const view &t, const span &s, unsigned hk, int last, int width)
 {
-    return rows_of<T>(t, row_at(t, s.k_batch, hk, s.k_row + a.col), a.col_step * t.stride[2], last, width);
+    return rows_of<T>(t, row_at(t, (unsigned)s.k_batch, hk, (unsigned)s.k_row + a.col), a.col_step * t.stride[2], last,
+                      width);
 }
 
 /* 16 rows, 4 M chunks of each, across. */
