@@ -321,7 +321,9 @@ template <class S> __device__ inline void clear_rows(forward_shared<S> &sh, char
 {
     wait(shared_address(&sh.v_landed), parity);
     parity ^= 1;
+#pragma unroll 1
     for (int box = 0; box < (S::D + 63) / 64; box++)
+#pragma unroll 1
         for (int chunk = from * 8 + threadIdx.x % 32; chunk < S::KEYS * 8; chunk += 32)
             *(uint4 *)(V + box * S::KEYS * 128 + chunk * 16) = make_uint4(0, 0, 0, 0);
     fence_async();

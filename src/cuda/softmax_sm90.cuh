@@ -174,36 +174,34 @@ __device__ inline bool weigh(float (&s)[N], row_state &x, const args &a, bool ed
     return grew || (S::LOWERS && !refresh && lower(s, x, c));
 }
 
-/* The sums are complete: writes lse; divide: what is left to multiply O with. False where
- * something of the warp was out of range. */
+/* The sums are complete: writes lse; divide: what is left to multiply O with. False where something of the warp was out of range.
+ * Lanes that share two rows know the same of them, so each finishes one for all: a logarithm is many instructions. */
 template <class S>
 __device__ inline bool conclude(const row_state &x, const args &a, const forward_work<S::ROWS> &w, int row,
                                 const key_parts &by, float (&divide)[2])
 {
-    float sum[2] = { quad_sum(x.l[0]), quad_sum(x.l[1]) }, most[2];
-    const bool good = !__any_sync(~0u, !(fabsf(sum[0]) + fabsf(sum[1]) < 1e37f));
+    const float sums[2] = { quad_sum(x.l[0]), quad_sum(x.l[1]) };
+    const bool good = !__any_sync(~0u, !(fabsf(sums[0]) + fabsf(sums[1]) < 1e37f));
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        most[r] = x.m[r] * unit_of<S>(a);
-        divide[r] = sum[r] == 0.0f ? 0.0f : reciprocal_fast(sum[r]); /* 0: the row saw no key */
-    }
+    for (int r = 0; r < 2; r++)
+        divide[r] = sums[r] == 0.0f ? 0.0f : reciprocal_fast(sums[r]); /* 0: the row saw no key */
+    const int odd = threadIdx.x % 2, own = row + 8 * odd;
+    float sum = odd ? sums[1] : sums[0], most = (odd ? x.m[1] : x.m[0]) * unit_of<S>(a);
     if (a.sink.data && by.count == 1) {
         const float sink = load(a.sink, row_at(a.sink, 0, w.h, 0));
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-            if (sum[r] != 0.0f) {
-                const float all = fmaxf(most[r], sink), factor = exp2_fast((most[r] - all) * LOG2E);
-                sum[r] = sum[r] * factor + exp2_fast((sink - all) * LOG2E);
-                divide[r] = factor / sum[r], most[r] = all;
-            }
+        float mine = 0.0f;
+        if (sum != 0.0f) {
+            const float all = fmaxf(most, sink), factor = exp2_fast((most - all) * LOG2E);
+            sum = sum * factor + exp2_fast((sink - all) * LOG2E);
+            mine = factor / sum, most = all;
+        }
+        const float others = __shfl_xor_sync(~0u, mine, 1);
+        divide[0] = odd ? others : mine, divide[1] = odd ? mine : others;
     }
     float *const lse = by.count > 1 ? by.lse : (float *)a.lse.data;
-    if (lse && threadIdx.x % 4 == 0) {
+    if (lse && threadIdx.x % 4 < 2 && own < w.end[(unsigned)row / 64]) {
         const int64_t pitch = by.count > 1 ? 1 : a.lse.stride[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-            if (row + 8 * r < w.end[(unsigned)row / 64])
-                lse[w.lse_at + (row + 8 * r) * pitch] = sum[r] == 0.0f ? -CUDART_INF_F : most[r] + logf(sum[r]);
+        lse[w.lse_at + own * pitch] = sum == 0.0f ? -CUDART_INF_F : most + logf(sum);
     }
     return good;
 }
@@ -230,47 +228,49 @@ __device__ inline bool send_out(float (&O)[S::D / 2], const float (&divide)[2], 
     if (by.count > 1) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int i = lane / 4 + 8 * r;
-            float *const o = by.o + w.o_at + (int64_t)(row0 + i) * a.Dv;
-            if (i < rows)
+            const int i = lane / 4 + 8 * r, end = i < rows ? a.Dv - lane % 4 * 2 : 0;
+            float *const o = by.o + w.o_at + (int64_t)(row0 + i) * a.Dv + lane % 4 * 2;
 #pragma unroll
-                for (int c = 0; c < S::D / 4; c++) {
-                    const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
-                    if (column < a.Dv)
-                        o[column] = O[c / 2 * 4 + 2 * r + c % 2];
-                }
+            for (int c = 0; c < S::D / 4; c++)
+                if (c / 2 * 8 + c % 2 < end)
+                    o[c / 2 * 8 + c % 2] = O[c / 2 * 4 + 2 * r + c % 2];
         }
         return good;
     }
+    /* Chunk c of row r lies at c ^ r % 8. So an even c, or four rows further down, is one bit of an address or two that change. */
     const int64_t pitch = a.o.stride[2];
-    T *o = (T *)a.o.data + w.o_at + (row0 + lane / 8) * pitch + lane % 8 * 8;
-    const uint32_t to = shared_address(out) + lane % 16 * 128;
+    const uint32_t to = shared_address(out) + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
+    const int from = lane / 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+    T *const o = (T *)a.o.data + w.o_at + (row0 + lane / 8) * pitch + lane % 8 * 8;
 #pragma unroll
-    for (int box = 0; box < (S::D + 63) / 64; box++, o += 64) {
+    for (int box = 0; box < (S::D + 63) / 64; box++) {
+        const int columns = a.Dv - box * 64;
+        if (box && columns <= 0) /* so what is cut stays in shared memory */
+            break;
+        __syncwarp();
 #pragma unroll
         for (int c = 0; c < 8 && box * 8 + c < S::D / 8; c += 2) {
             const float *const x = &O[box * 32 + 4 * c];
-            store_matrices(to + ((c + lane / 16) ^ (lane % 8)) * 16, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
-                           pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+            store_matrices(to ^ c * 16, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]),
+                           pack<T>(x[6], x[7]));
         }
         __syncwarp();
-        const int columns = a.Dv - box * 64;
+        uint4 x[4];
 #pragma unroll
-        for (int e = 0; e < 16; e += 4) {
-            const int i = e + lane / 8;
-            if (i < rows && lane % 8 * 8 + 8 <= columns)
-                *(uint4 *)(o + e * pitch) = *(const uint4 *)(out + i * 128 + (lane % 8 ^ i % 8) * 16);
-        }
-        if (columns < 64 && columns % 8) /* the last few, one by one */
-#pragma unroll 1
-            for (int i = lane / 8; i < min(rows, 16); i += 4) {
-                const int x = columns / 8 * 8 + lane % 8;
-                if (x < columns)
-                    o[(i - lane / 8) * pitch + x - lane % 8 * 8] = ((const T *)(out + i * 128 +
-                                                                                (columns / 8 ^ i % 8) * 16))[lane % 8];
-            }
-        __syncwarp();
+        for (int e = 0; e < 4; e++)
+            x[e] = *(const uint4 *)(out + (from ^ e % 2 * 64) + e * 512);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (lane / 8 + 4 * e < rows && lane % 8 * 8 + 8 <= columns)
+                *(uint4 *)(o + box * 64 + 4 * e * pitch) = x[e];
     }
+    const int cut = a.Dv % 8, chunk = a.Dv / 8; /* the last few columns of a row, one by one */
+    if (cut)
+#pragma unroll 1
+        for (int i = lane / 8; i < min(rows, 16); i += 4)
+            if (lane % 8 < cut)
+                o[(i - lane / 8) * pitch + (chunk - lane % 8) * 8 + lane % 8] = ((
+                    const T *)(out + i * 128 + (chunk ^ i) % 8 * 16))[lane % 8];
     return good;
 }
 
