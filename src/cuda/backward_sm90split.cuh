@@ -290,7 +290,7 @@ template <int HEAD, class C> __device__ inline void values_role(const split_job 
                 const span &q = s.spans[n % C::WORKS];
                 lane_scores<true, COLUMNS / 2> t = { S, query_met(j), w.tile * C::ROWS + row };
                 add_terms<C::KIND>(t, logit_scale<HEAD>(p.scale, k_shift + shift), a, q, head_of(a, q, head_met(j)),
-                                    [&](int e, float x) { slope[e] = x; });
+                                   [&](int e, float x) { slope[e] = x; });
                 bool vast = false;
 #pragma unroll
                 for (int e = 0; e < COLUMNS / 2; e += 4)

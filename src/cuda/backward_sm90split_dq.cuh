@@ -129,7 +129,7 @@ template <int HEAD, class C, int GROUP> __device__ inline void queries_role(cons
                 const span &q = s.spans[n % C::WORKS];
                 lane_scores<false, COLUMNS / 2> t = { S, w.tile * C::ROWS + row, column + lane % 4 * 2 };
                 add_terms<C::KIND>(t, logit_scale<HEAD>(p.scale, q_shift + k.s), a, q, head_of(a, q, w.head),
-                                    [&](int e, float x) { slope[e] = x; });
+                                   [&](int e, float x) { slope[e] = x; });
                 c = LOG2E;
             } else
                 c = exponent_scale<HEAD>(a, q_shift + k.s);
