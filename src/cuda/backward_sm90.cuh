@@ -218,16 +218,26 @@ __device__ inline void store_result(const float (&Y)[C::D / 2], float scale, con
         for (int half = 0; half < 2; half++) {
             const int r = top + lane / 4 + half * 8, first = lane % 4 * 2;
             const int count = r < rows ? width - first : 0; /* of the columns from the lane's first on */
-            const int added_to = accumulate ? count : 0;
             float *const to = (float *)t.data + at + r * step + first;
+            float cut = 0.0f; /* the last column, where it has no neighbour */
+            const auto two = [&](int i) { return &Y[4 * i + 2 * half]; };
+            if (accumulate) { /* not a choice in one loop: that would be two branches for each pair */
 #pragma unroll
-            for (int i = 0; i < C::D / 8 * 2; i++) {
-                const int c = i / 2 * 8 + i % 2;
-                const float before = c < added_to ? to[c] : -0.0f; /* -0 + y is y, if that is -0, too */
-                const float y = fmaf(Y[i / 2 * 4 + half * 2 + i % 2], scale, before);
-                if (c < count)
-                    to[c] = y;
-            }
+                for (int i = 0; i < C::D / 8; i++) {
+                    float2 *const x = (float2 *)(to + 8 * i);
+                    if (8 * i + 2 <= count)
+                        *x = make_float2(fmaf(two(i)[0], scale, x->x), fmaf(two(i)[1], scale, x->y));
+                    cut = 8 * i + 1 == count ? two(i)[0] : cut;
+                }
+            } else
+#pragma unroll
+                for (int i = 0; i < C::D / 8; i++) {
+                    if (8 * i + 2 <= count)
+                        *(float2 *)(to + 8 * i) = make_float2(two(i)[0] * scale, two(i)[1] * scale);
+                    cut = 8 * i + 1 == count ? two(i)[0] : cut;
+                }
+            if (count % 8 == 1)
+                to[count - 1] = accumulate ? fmaf(cut, scale, to[count - 1]) : cut * scale;
         }
         return;
     }

@@ -306,32 +306,40 @@ __device__ inline int meet_all(const backward_job &p, key_group<C> &x, backward_
     return tile;
 }
 
-/* dK leaves, and dV where it has not yet. */
+/* dK leaves, and dV where it has not yet. Heads in parts and whole ones go by the same code, but where there are no registers for
+ * that. */
 template <class T, class C> __device__ inline void leave(const backward_job &p, key_group<C> &x, backward_shared<C> &s)
 {
+    constexpr bool ONCE = C::SHARES && C::D < 128;
     const piece &w = s.work[x.slot];
     const key_rows values = rows_of(p.a, w, 1, x.group), keys = rows_of(p.a, w, 0, x.group);
     const bool whole = is_whole<C>(p, w);
     if (C::ADDS && whole)
-        release(&s.work_free[x.slot]);
+        release(&s.work_free[x.slot]); /* from here on w is another's */
     if (!C::APART)
         release(&s.own_free[x.slot % C::SLOTS]);
     if constexpr (C::SHARES)
-        if (!whole) {
+        if (ONCE || !whole) {
 #pragma unroll 1
-            for (int which = 1; which >= 0; which--) { /* dV, and dK in its place */
-                if ((which ? p.a.d_v : p.a.d_k).data && join_parts<C>(x.dV, which, p, w, x.group))
-                    store_keys<T, C>(x.dV, which, p.a, rows_of(p.a, w, which, x.group));
+            for (int which = 1; which >= 0; which--) {        /* dV, and dK in its place */
+                const bool left = C::APART && whole && which; /* before this */
+                const key_rows to = { which ? values.at : keys.at, which ? values.rows : keys.rows };
+                if (!left && (which ? p.a.d_v : p.a.d_k).data && (whole || join_parts<C>(x.dV, which, p, w, x.group)))
+                    store_keys<T, C>(x.dV, which, p.a, ONCE ? to : rows_of(p.a, w, which, x.group));
+                if (which)
 #pragma unroll
-                for (int i = 0; i < C::D / 2; i++)
-                    x.dV[i] = x.dK[i];
+                    for (int i = 0; i < C::D / 2; i++)
+                        x.dV[i] = x.dK[i];
             }
-            release(&s.work_free[x.slot]);
+            if (!whole)
+                release(&s.work_free[x.slot]);
             return;
         }
-    if (!C::APART)
-        store_keys<T, C>(x.dV, 1, p.a, values);
-    store_keys<T, C>(x.dK, 0, p.a, keys);
+    if constexpr (!ONCE) {
+        if (!C::APART)
+            store_keys<T, C>(x.dV, 1, p.a, values);
+        store_keys<T, C>(x.dK, 0, p.a, keys);
+    }
 }
 
 template <class T, class C> __device__ inline void keys(const backward_job &p, backward_shared<C> &s, int group)
