@@ -65,7 +65,7 @@ template <class B> struct tensor_sums : B {
     static __device__ void prepare()
     {
         if (threadIdx.x < 32)
-            quarters()[threadIdx.x] = pack<bf16>(0.25f, 0.25f);
+            quarters()[threadIdx.x] = pack<__nv_bfloat16>(0.25f, 0.25f);
         fence_async();
     }
 
@@ -191,7 +191,7 @@ template <> __device__ inline void loader<pairs128>::load_v(int n, int j)
 }
 
 /* Buffers of K and V are free when both blocks are done with them. */
-template <> __device__ inline void warpgroup<bf16, pairs128>::release(uint64_t &empty)
+template <> __device__ inline void warpgroup<__nv_bfloat16, pairs128>::release(uint64_t &empty)
 {
     const bool shared = (&empty >= sh.k_empty && &empty < sh.k_empty + pairs128::STAGES) ||
                         (&empty >= sh.v_empty && &empty < sh.v_empty + pairs128::STAGES);
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(pairs128::THREADS, 1)
         }
     } else {
         more_registers<S::REGISTERS>();
-        warpgroup<bf16, S> g = { sh, a, uniform(threadIdx.x / 128) - 1, a.scale * LOG2E, false, {}, {} };
+        warpgroup<__nv_bfloat16, S> g = { sh, a, uniform(threadIdx.x / 128) - 1, a.scale * LOG2E, false, {}, {} };
         g.run(order);
     }
     meet_pair(); /* nobody leaves while the other may still reach into his memory */
@@ -317,11 +317,11 @@ struct variant {
 /* Head size; warpgroups, keys at once, buffers for K and for V; S and O += P V together; softcap. */
 #define SHAPE(D, ...)                                                                                                  \
     {                                                                                                                  \
-#__VA_ARGS__, HEED_BF16, D, forward_sm90_launch < bf16, forward_shape < D, __VA_ARGS__>>                       \
+#__VA_ARGS__, HEED_BF16, D, forward_sm90_launch < __nv_bfloat16, forward_shape < D, __VA_ARGS__>>              \
     }
 #define WAY(D, KIND)                                                                                                   \
     {                                                                                                                  \
-#KIND, HEED_BF16, D, forward_sm90_launch < bf16, KIND < d##D>>                                                 \
+#KIND, HEED_BF16, D, forward_sm90_launch < __nv_bfloat16, KIND < d##D>>                                        \
     }
 static const variant variants[] = {
     SHAPE(64, 4, 64, 8, false),  SHAPE(64, 4, 64, 2, false),

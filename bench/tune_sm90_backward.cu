@@ -23,9 +23,9 @@ template <class C, int TOGETHER> static heed_status run_bf16(const backward_job 
     if (TOGETHER)
         job.together = HEED_MIN(TOGETHER, heads);
     if constexpr (C::KEYS)
-        return launch_next(dkv_sm90<bf16, C>, blocks, C::THREADS, sizeof(backward_shared<C>), x, job);
+        return launch_next(dkv_sm90<__nv_bfloat16, C>, blocks, C::THREADS, sizeof(backward_shared<C>), x, job);
     else
-        return launch_next(dq_sm90<bf16, C>, blocks, C::THREADS, sizeof(backward_shared<C>), x, job);
+        return launch_next(dq_sm90<__nv_bfloat16, C>, blocks, C::THREADS, sizeof(backward_shared<C>), x, job);
 }
 
 template <class C, int TOGETHER = 0> static backward_kernel kernel()

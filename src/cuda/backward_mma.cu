@@ -20,6 +20,6 @@ heed_status heed_backward_mma(const heed_problem *p, const heed_plan *plan, cons
         return heed_cuda_backward_mma_unbiased(a, call.facts, plan, x);
     if (scores != PLAIN)
         return heed_cuda_backward_mma_terms(a, scores, call.facts, plan, x);
-    return a.q.dtype == HEED_F16 ? run<f16, ampere, PLAIN>(a, scores, call.facts, plan, x)
-                                 : run<bf16, ampere, PLAIN>(a, scores, call.facts, plan, x);
+    return a.q.dtype == HEED_F16 ? run<__half, ampere, PLAIN>(a, scores, call.facts, plan, x)
+                                 : run<__nv_bfloat16, ampere, PLAIN>(a, scores, call.facts, plan, x);
 }

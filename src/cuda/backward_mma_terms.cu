@@ -4,6 +4,6 @@
 heed_status heed_cuda_backward_mma_terms(const args &a, int scores, float2 *facts, const heed_plan *plan,
                                          const heed_exec *x)
 {
-    return a.q.dtype == HEED_F16 ? run<f16, ampere, BEGUN, WITH_ALIBI, MASKED>(a, scores, facts, plan, x)
-                                 : run<bf16, ampere, BEGUN, WITH_ALIBI, MASKED>(a, scores, facts, plan, x);
+    return a.q.dtype == HEED_F16 ? run<__half, ampere, BEGUN, WITH_ALIBI, MASKED>(a, scores, facts, plan, x)
+                                 : run<__nv_bfloat16, ampere, BEGUN, WITH_ALIBI, MASKED>(a, scores, facts, plan, x);
 }

@@ -277,8 +277,8 @@ static heed_status prepare(const heed_problem *p, args *a, tables *t, bool lent,
     count_tiles(*a, t->of[0], t->of[1]);
     if (t->terms.sums.data)
         t->of[1].tiles = 0; /* dQ has no kernel of its own */
-    heed_status status = a->q.dtype == HEED_F16 ? launch_terms<f16>(*a, t->terms, t->of[0], t->of[1], x)
-                                                : launch_terms<bf16>(*a, t->terms, t->of[0], t->of[1], x);
+    heed_status status = a->q.dtype == HEED_F16 ? launch_terms<__half>(*a, t->terms, t->of[0], t->of[1], x)
+                                                : launch_terms<__nv_bfloat16>(*a, t->terms, t->of[0], t->of[1], x);
     view &delta = a->delta;
     char *const d_q = a->d_q.data;
     const term_view &terms = t->terms.terms;
@@ -341,7 +341,7 @@ heed_status heed_sm90_backward(const heed_problem *p, const backward_form &form,
         (status = heed_cuda_fill(job.a.d_q, p->g.d_q.shape, 0.0f, x)))
         return status;
     const int tiles = (int)tiles_of(job.a.Sq, COLUMNS);
-    return launch_next(job.a.q.dtype == HEED_F16 ? finish_dq<f16> : finish_dq<bf16>,
+    return launch_next(job.a.q.dtype == HEED_F16 ? finish_dq<__half> : finish_dq<__nv_bfloat16>,
                        (int64_t)tiles * job.a.B * job.a.Hq, 128, 0, x, job.a, terms, tiles);
 }
 

@@ -131,6 +131,13 @@ __device__ inline void probabilities_by_column(float (&S)[COLUMNS / 2], const fl
     });
 }
 
+template <class T> __device__ inline float2 unpack2(uint32_t x);
+template <> __device__ inline float2 unpack2<__half>(uint32_t x) { return __half22float2(*(const __half2 *)&x); }
+template <> __device__ inline float2 unpack2<__nv_bfloat16>(uint32_t x)
+{
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
+}
+
 /* dP becomes dS = P (dP - delta), or where that is ADDED, P dP. */
 template <bool CAPS, bool ADDED = false>
 __device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], const float (&P)[COLUMNS / 2], const float *L,
@@ -154,14 +161,14 @@ __device__ inline void differentiate_by_column(float (&dP)[COLUMNS / 2], const u
     L += threadIdx.x % 4 * 2, delta += threadIdx.x % 4 * 2;
 #pragma unroll
     for (int e = 0; e < COLUMNS / 2; e += 2) {
-        const float2 x = to_floats(P[e / 8][e / 2 % 4], T()),
+        const float2 x = unpack2<T>(P[e / 8][e / 2 % 4]),
                      d = ADDED ? make_float2(0.0f, 0.0f) : *(const float2 *)(delta + column_of(e));
         dP[e] = (dP[e] - d.x) * x.x, dP[e + 1] = (dP[e + 1] - d.y) * x.y;
     }
     if (CAPS && rule.capped())
 #pragma unroll
         for (int e = 0; e < COLUMNS / 2; e += 2) {
-            const float2 x = to_floats(P[e / 8][e / 2 % 4], T());
+            const float2 x = unpack2<T>(P[e / 8][e / 2 % 4]);
             dP[e] *= slope_at(rule, x.x, L[column_of(e)]);
             dP[e + 1] *= slope_at(rule, x.y, L[column_of(e + 1)]);
         }

@@ -145,7 +145,7 @@ template <class T> __device__ inline float dot_product(uint4 x, uint4 y)
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float2 u = to_floats(a[i], T()), v = to_floats(b[i], T());
+        const float2 u = unpack2<T>(a[i]), v = unpack2<T>(b[i]);
         sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
     }
     return sum;

@@ -104,9 +104,9 @@ __device__ inline int care_for(const piece &w, int group, int column, bool any)
 __device__ inline uint2 three_terms(float x)
 {
     x = -min_or_nan(-min_or_nan(x, 3.38e38f), 3.38e38f);
-    const float high = (float)rounded<bf16>(x), rest = x - high;
-    const float middle = (float)rounded<bf16>(rest);
-    return make_uint2(pack<bf16>(high, middle), pack<bf16>(rest - middle, 0.0f));
+    const float high = __bfloat162float(__float2bfloat16_rn(x)), rest = x - high;
+    const float middle = __bfloat162float(__float2bfloat16_rn(rest));
+    return make_uint2(pack<__nv_bfloat16>(high, middle), pack<__nv_bfloat16>(rest - middle, 0.0f));
 }
 
 /* What a query adds to its column of S^T and of dP^T, as add_term() wants it. */

@@ -140,7 +140,7 @@ template <class C>
 __device__ inline void add_term(float (&S)[COLUMNS / 2], const backward_shared<C> &s, int tile, int which)
 {
     if constexpr (C::ADDS)
-        wgmma<bf16, COLUMNS>::template shared<0, 0>(
+        wgmma<__nv_bfloat16, COLUMNS>::template shared<0, 0>(
             S, small_tile_at(shared_address(s.ones[0]) + which * 128, (2 - which) * 128, 0),
             small_tile_at(shared_address(s.terms[0]) + tile % C::FIRST * (COLUMNS * 16), 0, 128), 1);
 }
@@ -404,7 +404,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) dkv_sm90(const __grid_constant_
 template <class C> static heed_status run_keys(const backward_job &p, int blocks, const heed_exec *x)
 {
     static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
-    return launch_next(p.a.q.dtype == HEED_F16 ? dkv_sm90<f16, C> : dkv_sm90<bf16, C>, blocks, C::THREADS,
+    return launch_next(p.a.q.dtype == HEED_F16 ? dkv_sm90<__half, C> : dkv_sm90<__nv_bfloat16, C>, blocks, C::THREADS,
                        sizeof(backward_shared<C>), x, p);
 }
 

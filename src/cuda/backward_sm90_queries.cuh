@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) dq_sm90(const __grid_constant__
 template <class C> static heed_status run_queries(const backward_job &p, int blocks, const heed_exec *x)
 {
     static_assert(sizeof(backward_shared<C>) <= 227 * 1024, "what a block may have on sm_90");
-    return launch_next(p.a.q.dtype == HEED_F16 ? dq_sm90<f16, C> : dq_sm90<bf16, C>, blocks, C::THREADS,
+    return launch_next(p.a.q.dtype == HEED_F16 ? dq_sm90<__half, C> : dq_sm90<__nv_bfloat16, C>, blocks, C::THREADS,
                        sizeof(backward_shared<C>), x, p);
 }
 

@@ -129,7 +129,7 @@ __device__ inline void add_bias(float (&S)[COLUMNS / 2], int thread, uint32_t pi
         load_matrices_transposed(x, from);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float2 both = to_floats(x[e], T());
+            const float2 both = unpack2<T>(x[e]);
             S[4 * i + 2 * e] = fmaf(S[4 * i + 2 * e], c, both.x * unit);
             S[4 * i + 2 * e + 1] = fmaf(S[4 * i + 2 * e + 1], c, both.y * unit);
         }
@@ -420,8 +420,8 @@ template <class C> static heed_status run_scored(const backward_job &p, int bloc
     m.query_step = (float)p.a.p_step, m.key_step = (float)p.a.r_step;
     m.together = is_by_head(p.a.bias) || is_by_head(p.a.mask);
     m.landing = C::GROUPS * (m.bias_pieces * m.bias_rows * 128 + m.mask_pieces * m.mask_rows * 64);
-    return launch_next(p.a.q.dtype == HEED_F16 ? backward_sm90scores<f16, C> : backward_sm90scores<bf16, C>, blocks,
-                       C::THREADS, sizeof(scored_shared<C>), x, job);
+    return launch_next(p.a.q.dtype == HEED_F16 ? backward_sm90scores<__half, C> : backward_sm90scores<__nv_bfloat16, C>,
+                       blocks, C::THREADS, sizeof(scored_shared<C>), x, job);
 }
 
 template <class C> static backward_kernel scored_kernel(const heed_problem *p)

@@ -105,7 +105,7 @@ template <class T, int D, bool GENERAL> struct gatherer {
                     if (box * 64 + chunk * 8 < a.Dv) /* o has nothing beyond */
 #pragma unroll
                         for (int w = 0; w < 4; w++) {
-                            const float2 x = to_floats(word(o[n][box], w), T()), y = to_floats(word(g, w), T());
+                            const float2 x = unpack<T>(word(o[n][box], w)), y = unpack<T>(word(g, w));
                             sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
                         }
                 }
@@ -374,5 +374,5 @@ heed_status heed_backward_sm90short(const heed_problem *p, const heed_plan *plan
     const args &a = start.a;
     if (start.status)
         return start.status;
-    return a.q.dtype == HEED_F16 ? run<f16>(a, plan, x) : run<bf16>(a, plan, x);
+    return a.q.dtype == HEED_F16 ? run<__half>(a, plan, x) : run<__nv_bfloat16>(a, plan, x);
 }

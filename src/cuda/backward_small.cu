@@ -88,7 +88,7 @@ __device__ static void differentiate(Tile &S, Tile &dP, const facts (&f)[Tile::R
 
 template <class T> __device__ inline float dot(uint32_t x, uint32_t y, float sum)
 {
-    const float2 u = to_floats(x, T()), v = to_floats(y, T());
+    const float2 u = unpack<T>(x), v = unpack<T>(y);
     return fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
 }
 template <> __device__ inline float dot<float>(uint32_t x, uint32_t y, float sum)
@@ -356,8 +356,8 @@ heed_status heed_backward_small(const heed_problem *p, const heed_plan *plan, co
     if (start.status)
         return start.status;
     const bool narrow = HEED_MAX(a.D, a.Dv) <= 32;
-    return a.q.dtype == HEED_F16    ? run<f16, 1>(a, plan, x)
-           : a.q.dtype == HEED_BF16 ? run<bf16, 1>(a, plan, x)
+    return a.q.dtype == HEED_F16    ? run<__half, 1>(a, plan, x)
+           : a.q.dtype == HEED_BF16 ? run<__nv_bfloat16, 1>(a, plan, x)
            : narrow                 ? run<float, 1>(a, plan, x)
                                     : run<float, 2>(a, plan, x);
 }

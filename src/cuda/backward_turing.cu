@@ -22,6 +22,6 @@ heed_status heed_backward_turing(const heed_problem *p, const heed_plan *plan, c
     backward_prologue call(p, x);
     if (call.status)
         return call.status;
-    return run<f16, turing, PLAIN, GENERAL>(call.a, fitting_scores_of<turing>(call.a, plan->device), call.facts, plan,
-                                            x);
+    return run<__half, turing, PLAIN, GENERAL>(call.a, fitting_scores_of<turing>(call.a, plan->device), call.facts,
+                                               plan, x);
 }

@@ -4,14 +4,30 @@
 
 #include "scores_mma.cuh"
 
+__device__ inline uint32_t times(uint32_t two, float p, __half)
+{
+    const __half2 x = __hmul2(*(__half2 *)&two, __float2half2_rn(p));
+    return *(uint32_t *)&x;
+}
+#if !HEED_TURING
+__device__ inline uint32_t times(uint32_t two, float p, __nv_bfloat16)
+{
+    const __nv_bfloat162 x = __hmul2(*(__nv_bfloat162 *)&two, __float2bfloat162_rn(p));
+    return *(uint32_t *)&x;
+}
+__device__ inline uint32_t times(uint32_t two, float p, either type)
+{
+    return type.is_bf16 ? times(two, p, __nv_bfloat16()) : times(two, p, __half());
+}
+#endif
+
 /* Multiplies so many bytes of shared memory by p, when all have arrived; a barrier must follow. */
 template <int BYTES, int THREADS, class T> __device__ inline void scale_own(char *tile, float p, T type)
 {
-    const uint32_t y = pack(p, p, type);
 #pragma unroll 1
     for (int at = threadIdx.x * 16; at < BYTES; at += THREADS * 16) {
         uint4 &x = *(uint4 *)(tile + at);
-        x = make_uint4(times(x.x, y, type), times(x.y, y, type), times(x.z, y, type), times(x.w, y, type));
+        x = make_uint4(times(x.x, p, type), times(x.y, p, type), times(x.z, p, type), times(x.w, p, type));
     }
 }
 

@@ -13,6 +13,7 @@
 
 constexpr int PART = 64 * 128; /* bytes of one part of a tile */
 typedef char exact_tile[3][PART];
+typedef __nv_bfloat16 bf16;
 
 /* Columns of a tile, where rows take two or four. */
 inline int columns_of_tile(const args &a)

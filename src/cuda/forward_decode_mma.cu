@@ -314,5 +314,5 @@ static heed_status run(const args &a, const parts_of_keys &parts, const heed_pla
 
 heed_status heed_cuda_decode_mma(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x)
 {
-    return a.q.dtype == HEED_F16 ? run<f16>(a, parts, plan, x) : run<bf16>(a, parts, plan, x);
+    return a.q.dtype == HEED_F16 ? run<__half>(a, parts, plan, x) : run<__nv_bfloat16>(a, parts, plan, x);
 }

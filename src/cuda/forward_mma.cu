@@ -17,6 +17,6 @@ heed_status heed_forward_mma(const heed_problem *p, const heed_plan *plan, const
     if (scores != PLAIN && scores != GENERAL)
         return heed_cuda_forward_mma_terms(a, scores, x);
     return scores == GENERAL       ? run<either, ampere, GENERAL>(a, scores, x)
-           : a.q.dtype == HEED_F16 ? run<f16, ampere, PLAIN>(a, scores, x)
-                                   : run<bf16, ampere, PLAIN>(a, scores, x);
+           : a.q.dtype == HEED_F16 ? run<__half, ampere, PLAIN>(a, scores, x)
+                                   : run<__nv_bfloat16, ampere, PLAIN>(a, scores, x);
 }

@@ -3,6 +3,6 @@
 
 heed_status heed_cuda_forward_mma_terms(const args &a, int scores, const heed_exec *x)
 {
-    return a.q.dtype == HEED_F16 ? run<f16, ampere, BEGUN, WITH_ALIBI, MASKED, UNBIASED>(a, scores, x)
-                                 : run<bf16, ampere, BEGUN, WITH_ALIBI, MASKED, UNBIASED>(a, scores, x);
+    return a.q.dtype == HEED_F16 ? run<__half, ampere, BEGUN, WITH_ALIBI, MASKED, UNBIASED>(a, scores, x)
+                                 : run<__nv_bfloat16, ampere, BEGUN, WITH_ALIBI, MASKED, UNBIASED>(a, scores, x);
 }

@@ -28,5 +28,5 @@ size_t heed_forward_workspace_sm90scores(const heed_problem *p, const heed_plan 
 
 heed_status heed_forward_sm90scores(const heed_problem *p, const heed_plan *plan, const heed_exec *x)
 {
-    return forward_sm90_run(p, plan, x, p->a.q.dtype == HEED_F16 ? run<f16> : run<bf16>);
+    return forward_sm90_run(p, plan, x, p->a.q.dtype == HEED_F16 ? run<__half> : run<__nv_bfloat16>);
 }

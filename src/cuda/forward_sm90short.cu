@@ -216,5 +216,5 @@ heed_status heed_forward_sm90short(const heed_problem *p, const heed_plan *plan,
     const args &a = start.a;
     if (start.status)
         return start.status;
-    return a.q.dtype == HEED_F16 ? run<f16>(a, plan, x) : run<bf16>(a, plan, x);
+    return a.q.dtype == HEED_F16 ? run<__half>(a, plan, x) : run<__nv_bfloat16>(a, plan, x);
 }

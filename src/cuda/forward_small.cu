@@ -257,6 +257,6 @@ heed_status heed_forward_small(const heed_problem *p, const heed_plan *plan, con
     if (start.status)
         return start.status;
     return a.q.dtype == HEED_F32   ? run<float>(a, plan, x)
-           : a.q.dtype == HEED_F16 ? run<f16>(a, plan, x)
-                                   : run<bf16>(a, plan, x);
+           : a.q.dtype == HEED_F16 ? run<__half>(a, plan, x)
+                                   : run<__nv_bfloat16>(a, plan, x);
 }

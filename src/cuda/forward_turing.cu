@@ -22,5 +22,5 @@ heed_status heed_forward_turing(const heed_problem *p, const heed_plan *plan, co
     prologue call(p, x);
     if (call.status)
         return call.status;
-    return run<f16, turing, PLAIN, GENERAL>(call.a, scores_of<turing>(call.a, plan->device.arch), x);
+    return run<__half, turing, PLAIN, GENERAL>(call.a, scores_of<turing>(call.a, plan->device.arch), x);
 }

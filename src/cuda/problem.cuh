@@ -6,8 +6,9 @@
 #define HEED_CUDA_PROBLEM_CUH
 
 #include "backend.h"
-#include "numbers.cuh"
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <math_constants.h>
 
 struct view {
@@ -75,8 +76,8 @@ inline divisor divisor_of(int64_t number)
 __device__ inline float load(const view &t, int64_t at)
 {
     switch (t.dtype) {
-    case HEED_F16: return (float)((const f16 *)t.data)[at];
-    case HEED_BF16: return (float)((const bf16 *)t.data)[at];
+    case HEED_F16: return __half2float(((const __half *)t.data)[at]);
+    case HEED_BF16: return __bfloat162float(((const __nv_bfloat16 *)t.data)[at]);
     default: return ((const float *)t.data)[at];
     }
 }
@@ -84,8 +85,8 @@ __device__ inline float load(const view &t, int64_t at)
 __device__ inline void store(const view &t, int64_t at, float x)
 {
     switch (t.dtype) {
-    case HEED_F16: ((f16 *)t.data)[at] = rounded<f16>(x); break;
-    case HEED_BF16: ((bf16 *)t.data)[at] = rounded<bf16>(x); break;
+    case HEED_F16: ((__half *)t.data)[at] = __float2half_rn(x); break;
+    case HEED_BF16: ((__nv_bfloat16 *)t.data)[at] = __float2bfloat16_rn(x); break;
     default: ((float *)t.data)[at] = x;
     }
 }

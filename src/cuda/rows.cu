@@ -86,8 +86,8 @@ static heed_status launch_delta(const view &o, const view &d_o, const view &d_ls
     const bool pieces = o.vector && d_o.vector && o.dtype == d_o.dtype && shape[3] % (o.dtype == HEED_F32 ? 4 : 8) == 0;
     const auto kernel = !pieces               ? delta_rows<float, false>
                         : o.dtype == HEED_F32 ? delta_rows<float, true>
-                        : o.dtype == HEED_F16 ? delta_rows<f16, true>
-                                              : delta_rows<bf16, true>;
+                        : o.dtype == HEED_F16 ? delta_rows<__half, true>
+                                              : delta_rows<__nv_bfloat16, true>;
     return launch(kernel, tiles_of(n.count, 4 * WARPS), 32 * WARPS, 0, x, o, d_o, d_lse, delta, n);
 }
 

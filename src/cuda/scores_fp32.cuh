@@ -116,8 +116,10 @@ __device__ inline void add_bias(own_scores<WIDTH, KEY_MAJOR, 4> &t, float factor
         });
     else
         for_each_four<uint2>(t, a, s, a.bias, x.bias, [&](int r, int c, uint2 b) {
-            const uint16_t bits = (uint16_t)((c % 4 < 2 ? b.x : b.y) >> c % 2 * 16);
-            t.at(r, c) = fmaf(t.at(r, c), factor, a.bias.dtype == HEED_F16 ? (float)f16{ bits } : (float)bf16{ bits });
+            const unsigned short half = (unsigned short)((c % 4 < 2 ? b.x : b.y) >> c % 2 * 16);
+            t.at(r, c) = fmaf(t.at(r, c), factor,
+                              a.bias.dtype == HEED_F16 ? __half2float(__ushort_as_half(half))
+                                                       : __bfloat162float(__ushort_as_bfloat16(half)));
         });
 }
 

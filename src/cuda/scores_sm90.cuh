@@ -84,6 +84,12 @@ template <class S> __device__ inline void fetch_terms(scored_shared<S> &sh, cons
 
 /* ---- What a warpgroup does with it ------------------------------------------------------------------------------- */
 
+__device__ inline float2 floats_of(uint32_t two, __half) { return __half22float2(*(const __half2 *)&two); }
+__device__ inline float2 floats_of(uint32_t two, __nv_bfloat16)
+{
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000));
+}
+
 /* Dropout of a lane's two rows, which its quad shares: of a block's eights of keys a lane draws number lane % 4 and four on,
  * and gets columns 2 (lane % 4) and the next of all. */
 struct row_drops {
@@ -173,7 +179,7 @@ template <class T, class S> struct scored_terms {
             load_matrices(x, from ^ i * 16);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float2 both = to_floats(x[e], T());
+                const float2 both = floats_of(x[e], T());
                 s[4 * i + 2 * e] = fmaf(s[4 * i + 2 * e], a.scale, both.x);
                 s[4 * i + 2 * e + 1] = fmaf(s[4 * i + 2 * e + 1], a.scale, both.y);
             }
@@ -306,7 +312,7 @@ template <class T, class S> struct scored_terms {
 /* PIECES: buffers of each warpgroup. DROPS: there is dropout, whose code would cost the others. */
 template <class T_, int D, int GROUPS, int STAGES, bool OVERLAP, int PIECES_, bool DROPS_>
 struct scored_shape : forward_shape<D, GROUPS, 64, STAGES, OVERLAP> {
-    static constexpr bool TERMS = true, LOWERS = std::is_same_v<T_, f16>, DROPS = DROPS_;
+    static constexpr bool TERMS = true, LOWERS = std::is_same_v<T_, __half>, DROPS = DROPS_;
     static constexpr int PIECES = PIECES_, ALIGNED = 16; /* so that pieces are of few lines of memory */
     template <class T> using terms = scored_terms<T, scored_shape>;
 

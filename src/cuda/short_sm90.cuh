@@ -343,7 +343,7 @@ struct score_piece {
     }
     template <class T> __device__ float term(int e) const
     {
-        const float2 two = to_floats(word(bias, e / 2), T());
+        const float2 two = unpack<T>(word(bias, e / 2));
         return e % 2 ? two.y : two.x;
     }
     __device__ bool sees(int e) const { return (e < 4 ? mask.x : mask.y) & 255u << 8 * (e % 4); }

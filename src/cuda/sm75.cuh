@@ -10,7 +10,25 @@
 #define HEED_TURING 0
 #endif
 
-#include "numbers.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+/* Either 16-bit type: a kernel of this T learns at run time which, so that there is one where there would be two. */
+struct either {
+    int is_bf16;
+};
+
+/* Calls something with the type as it is. Not for a single instruction: those that were there twice, each with a predicate,
+ * made kernels of mma.sync 11 to 22% slower. */
+template <class T, class Call> __device__ inline void with_type(T type, Call call) { call(type); }
+template <class Call> __device__ inline void with_type(either type, Call call)
+{
+    if (type.is_bf16)
+        call(__nv_bfloat16());
+    else
+        call(__half());
+}
 
 __device__ inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -53,7 +71,7 @@ __device__ inline uint32_t transpose_matrix(uint32_t x)
  *     a  rows g and g + 8 of columns 2t, 2t+1, then of columns 2t+8, 2t+9
  *     b  column g of rows 2t, 2t+1, and of rows 2t+8, 2t+9
  *     c  columns 2t, 2t+1 of row g, and of row g + 8 */
-__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, f16)
+__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half)
 {
 #if HEED_TURING
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
@@ -71,7 +89,7 @@ __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t 
 }
 
 #if !HEED_TURING
-__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bf16)
+__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16)
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -251,5 +269,41 @@ __device__ inline float quad_sum(float x)
 }
 
 constexpr float LOG2E = 1.4426950408889634f;
+
+/* Two numbers as the tensor core takes them, the first in the lower half. */
+template <class T> __device__ inline uint32_t pack(float x, float y);
+template <> __device__ inline uint32_t pack<__half>(float x, float y)
+{
+    __half2 both = __floats2half2_rn(x, y);
+    return *(uint32_t *)&both;
+}
+template <> __device__ inline uint32_t pack<__nv_bfloat16>(float x, float y)
+{
+    __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+    return *(uint32_t *)&both;
+}
+template <class T> __device__ inline uint32_t pack(float x, float y, T) { return pack<T>(x, y); }
+#if !HEED_TURING
+__device__ inline uint32_t pack(float x, float y, either type)
+{
+    uint32_t both;
+    asm("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\n"
+        "cvt.rn.f16x2.f32 %0, %2, %1;\n@p cvt.rn.bf16x2.f32 %0, %2, %1;\n}"
+        : "=&r"(both)
+        : "f"(x), "f"(y), "r"(type.is_bf16));
+    return both;
+}
+#endif
+
+/* The same two as floats. */
+__device__ inline float2 to_floats(uint32_t two, __half) { return __half22float2(*(const __half2 *)&two); }
+__device__ inline float2 to_floats(uint32_t two, __nv_bfloat16)
+{
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
+}
+__device__ inline float2 to_floats(uint32_t two, either type)
+{
+    return type.is_bf16 ? to_floats(two, __nv_bfloat16()) : to_floats(two, __half());
+}
 
 #endif

@@ -271,7 +271,7 @@ template <class T, int N> struct wgmma;
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep), "n"(B_K));                   \
         }                                                                                                              \
     };
-#define WGMMA_BOTH(...) WGMMA(f16, "f16", __VA_ARGS__) WGMMA(bf16, "bf16", __VA_ARGS__)
+#define WGMMA_BOTH(...) WGMMA(__half, "f16", __VA_ARGS__) WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__)
 WGMMA_BOTH(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_BOTH(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)

@@ -337,6 +337,14 @@ template <class T> __device__ inline void store_piece(const view &t, int64_t at,
     *to = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
 }
 
+/* Two numbers of 16 bits. */
+template <class T> __device__ inline float2 unpack(uint32_t x);
+template <> __device__ inline float2 unpack<__half>(uint32_t x) { return __half22float2(*(const __half2 *)&x); }
+template <> __device__ inline float2 unpack<__nv_bfloat16>(uint32_t x)
+{
+    return __bfloat1622float2(*(const __nv_bfloat162 *)&x);
+}
+
 /* ---- Scores ------------------------------------------------------------------------------------------------------ */
 
 /* A warp's scores as scores.cuh wants to see them: queries are rows. */

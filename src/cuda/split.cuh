@@ -26,10 +26,8 @@
 #define HEED_SPLIT_HERE (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000)
 
 constexpr int SPLIT_ROWS = 64;
-constexpr float SMALL = 0x1p-11f;            /* the weight of lo */
-constexpr uint32_t SMALL_TWICE = 0x10001000; /* as a pair of fp16 */
-constexpr uint32_t HALF_TWICE = 0x38003800;  /* 1/2, likewise */
-constexpr int TOP = 14;                      /* the largest of a group is in [2^TOP, 2^(TOP + 1)) */
+constexpr float SMALL = 0x1p-11f; /* the weight of lo */
+constexpr int TOP = 14;           /* the largest of a group is in [2^TOP, 2^(TOP + 1)) */
 
 template <int D, int ROWS> constexpr int part_bytes = ROWS *D * 2;
 template <int D, int ROWS> constexpr int split_bytes = 2 * part_bytes<D, ROWS>;
@@ -87,17 +85,17 @@ __device__ inline int shift_of(unsigned bits)
 
 __device__ inline void split_pair(float x, float y, uint32_t &hi, uint32_t &lo)
 {
-    hi = pack<f16>(x, y);
-    const float2 back = to_floats(hi, f16());
-    lo = pack<f16>((x - back.x) * (1 / SMALL), (y - back.y) * (1 / SMALL));
+    hi = pack<__half>(x, y);
+    const float2 back = __half22float2(*(const __half2 *)&hi);
+    lo = pack<__half>((x - back.x) * (1 / SMALL), (y - back.y) * (1 / SMALL));
 }
 
 /* Of x (1 - less), where less is so small that only lo feels it. */
 __device__ inline void split_pair(float x, float y, float less, uint32_t &hi, uint32_t &lo)
 {
-    hi = pack<f16>(x, y);
-    const float2 back = to_floats(hi, f16());
-    lo = pack<f16>(fmaf(-x, less, x - back.x) * (1 / SMALL), fmaf(-y, less, y - back.y) * (1 / SMALL));
+    hi = pack<__half>(x, y);
+    const float2 back = __half22float2(*(const __half2 *)&hi);
+    lo = pack<__half>(fmaf(-x, less, x - back.x) * (1 / SMALL), fmaf(-y, less, y - back.y) * (1 / SMALL));
 }
 
 /* ---- Memory to tiles --------------------------------------------------------------------------------------------- */

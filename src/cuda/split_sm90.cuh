@@ -36,8 +36,8 @@ __device__ inline void multiply_parts(float (&S)[N], uint64_t A, uint64_t B, int
 {
 #pragma unroll
     for (int k = 0; k < HEAD / 16; k++)
-        wgmma<f16, 2 * N>::template shared<0, 0>(S, on(A, k / 4 * A_ROWS * 128 + k % 4 * 32),
-                                                 on(B, k / 4 * N * 256 + k % 4 * 32), k ? 1 : keep);
+        wgmma<__half, 2 * N>::template shared<0, 0>(S, on(A, k / 4 * A_ROWS * 128 + k % 4 * 32),
+                                                    on(B, k / 4 * N * 256 + k % 4 * 32), k ? 1 : keep);
 }
 
 /* S = Alo Bhi + Ahi Blo. */
@@ -72,7 +72,7 @@ __device__ inline void multiply_held(float (&S)[SPLIT_ROWS / 2], const operand &
 {
 #pragma unroll
     for (int k = 0; k < SPLIT_ROWS / 16; k++)
-        wgmma<f16, SPLIT_ROWS>::template registers<0>(S, A[k], on(B, k * 32), k ? 1 : keep);
+        wgmma<__half, SPLIT_ROWS>::template registers<0>(S, A[k], on(B, k * 32), k ? 1 : keep);
 }
 
 template <int HEAD, int A_ROWS, int PARTS>
@@ -106,7 +106,7 @@ template <int K, int N> __device__ inline void round_weights(uint32_t (&hi)[K][4
 {
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
-        hi[i / 4][i % 4] = pack<f16>(P[2 * i], P[2 * i + 1]);
+        hi[i / 4][i % 4] = pack<__half>(P[2 * i], P[2 * i + 1]);
 }
 
 /* What rounding has left. */
@@ -115,8 +115,8 @@ __device__ inline void split_rest(const uint32_t (&hi)[K][4], uint32_t (&lo)[K][
 {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
-        const float2 back = to_floats(hi[i / 4][i % 4], f16());
-        lo[i / 4][i % 4] = pack<f16>(P[2 * i] - back.x, P[2 * i + 1] - back.y);
+        const float2 back = __half22float2(*(const __half2 *)&hi[i / 4][i % 4]);
+        lo[i / 4][i % 4] = pack<__half>(P[2 * i] - back.x, P[2 * i + 1] - back.y);
     }
 }
 
@@ -133,13 +133,15 @@ template <int K, int N>
 __device__ inline void split_weights(uint32_t (&hi)[K][4], uint32_t (&lo)[K][4], float (&P)[N], int (&raised)[2])
 {
     round_weights(hi, P);
-    uint32_t most[2];
+    __half2 most[2];
 #pragma unroll
-    for (int i = 0; i < N / 2; i++)
-        most[i % 2] = i < 2 ? hi[i / 4][i % 4] : larger(most[i % 2], hi[i / 4][i % 4]);
+    for (int i = 0; i < N / 2; i++) {
+        const __half2 two = *(const __half2 *)&hi[i / 4][i % 4];
+        most[i % 2] = i < 2 ? two : __hmax2(most[i % 2], two);
+    }
     raised[0] = raised[1] = 0;
-    const uint32_t both = larger(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
-    if (__any_sync(~0u, !are_at_least(both, HALF_TWICE))) { /* a lane with a quarter of such a row, at least */
+    const __half2 both = __hmax2(__lows2half2(most[0], most[1]), __highs2half2(most[0], most[1]));
+    if (__any_sync(~0u, !__hbge2(both, __float2half2_rn(0.5f)))) { /* a lane with a quarter of such a row, at least */
         raise_rows((float(&)[1][N / 4][4]) P, raised);
         round_weights(hi, P);
     }
@@ -150,8 +152,10 @@ __device__ inline void split_weights(uint32_t (&hi)[K][4], uint32_t (&lo)[K][4],
 template <int K> __device__ inline void lower(uint32_t (&less)[K][4], const uint32_t (&hi)[K][4])
 {
 #pragma unroll
-    for (int i = 0; i < K * 4; i++)
-        less[i / 4][i % 4] = times(hi[i / 4][i % 4], SMALL_TWICE, f16());
+    for (int i = 0; i < K * 4; i++) {
+        const __half2 two = __hmul2(*(const __half2 *)&hi[i / 4][i % 4], __float2half2_rn(SMALL));
+        less[i / 4][i % 4] = *(const uint32_t *)&two;
+    }
 }
 
 /* T += Phi 2^-11 Blo + Phi Bhi; of one part T = Phi Bhi. The last rows of B first: where weights are largest in the first ones, as
@@ -160,11 +164,11 @@ template <int HEAD, int PARTS>
 __device__ inline void multiply_large(float (&T)[HEAD / 2], const operand &hi, const operand &less, uint64_t B)
 {
     if (PARTS == 2)
-        multiply_columns<f16, HEAD, SPLIT_ROWS>(T, less, on(B, HEAD / 64 * SPLIT_ROWS * 128));
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, less, on(B, HEAD / 64 * SPLIT_ROWS * 128));
 #pragma unroll
     for (int k = SPLIT_ROWS / 16 - 1; k >= 0; k--)
-        wgmma<f16, HEAD>::template registers<1>(T, hi[k], on(B, k * 2048),
-                                                PARTS == 2 || k < SPLIT_ROWS / 16 - 1 ? 1 : 0);
+        wgmma<__half, HEAD>::template registers<1>(T, hi[k], on(B, k * 2048),
+                                                   PARTS == 2 || k < SPLIT_ROWS / 16 - 1 ? 1 : 0);
 }
 
 struct nothing {
@@ -236,7 +240,7 @@ __device__ inline void multiply_values(float (&T)[HEAD / 2], const operand &hi, 
     lower(less, hi);
     wgmma_fence();
     if (PARTS == 2)
-        multiply_columns<f16, HEAD, SPLIT_ROWS>(T, lo, C, 0);
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
     multiply_large<HEAD, PARTS>(T, hi, less, C);
     wgmma_commit();
     wgmma_wait<0>();
@@ -248,7 +252,7 @@ __device__ inline void multiply_in_turn(float (&T)[HEAD / 2], const operand &hi,
 {
     wgmma_fence();
     if (PARTS == 2) {
-        multiply_columns<f16, HEAD, SPLIT_ROWS>(T, lo, C, 0);
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
         wgmma_commit();
         wgmma_wait<0>();
         lower(lo, hi);
@@ -273,11 +277,11 @@ __device__ inline void multiply_by_panels(const uint32_t (&hi)[K][4], const uint
         float T[32];
         const uint64_t large = on(C, (first + panel) * BYTES);
         wgmma_fence();
-        multiply_columns<f16, 64, K * 16>(T, lo, large, 0);
-        multiply_columns<f16, 64, K * 16>(T, less, on(large, HEAD / 64 * BYTES));
+        multiply_columns<__half, 64, K * 16>(T, lo, large, 0);
+        multiply_columns<__half, 64, K * 16>(T, less, on(large, HEAD / 64 * BYTES));
 #pragma unroll
         for (int k = K - 1; k >= 0; k--)
-            wgmma<f16, 64>::template registers<1>(T, hi[k], on(large, k * 2048), 1);
+            wgmma<__half, 64>::template registers<1>(T, hi[k], on(large, k * 2048), 1);
         wgmma_commit();
         wgmma_wait<0>();
         add(panel, T);
@@ -300,7 +304,7 @@ __device__ inline void multiply_both(float (&S)[SPLIT_ROWS / 2], const Rows &A, 
         wgmma_commit();
         before();
         wgmma_fence();
-        multiply_columns<f16, HEAD, SPLIT_ROWS>(T, lo, C, 0);
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
         wgmma_commit();
         wgmma_wait<1>();
         lower(S);
@@ -327,7 +331,7 @@ __device__ inline void multiply_both_values_first(float (&S)[SPLIT_ROWS / 2], co
 {
     wgmma_fence();
     if (PARTS == 2) {
-        multiply_columns<f16, HEAD, SPLIT_ROWS>(T, lo, C, 0);
+        multiply_columns<__half, HEAD, SPLIT_ROWS>(T, lo, C, 0);
         wgmma_commit();
         multiply_small<HEAD, A_ROWS>(S, A, B);
         wgmma_commit();

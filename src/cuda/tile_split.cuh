@@ -50,7 +50,7 @@ __device__ inline void multiply_split_rows(float (&X)[MT][NT][4], uint32_t A, in
                             multiply(which != 1 ? small[m][n]
                                      : part     ? other[m][n]
                                                 : X[m][n0 + n],
-                                     which == 0 ? lo[m] : hi[m], right[n % 2 * 2], right[n % 2 * 2 + 1], f16());
+                                     which == 0 ? lo[m] : hi[m], right[n % 2 * 2], right[n % 2 * 2 + 1], __half());
                         }
             }
 #pragma unroll
@@ -102,8 +102,8 @@ __device__ inline void multiply_split_again(float (&X)[MT][NT][4], uint32_t A, i
                                      (which == 1 ? part_bytes<D, B_ROWS> : 0));
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
-                    multiply(X[m][n], a[m], b[0], b[1], f16());
-                    multiply(X[m][n + 1], a[m], b[2], b[3], f16());
+                    multiply(X[m][n], a[m], b[0], b[1], __half());
+                    multiply(X[m][n + 1], a[m], b[2], b[3], __half());
                 }
             }
         }
@@ -169,7 +169,7 @@ __device__ inline void multiply_split_tile(float (&Y)[MT][WT][4], const float (&
                     for (int m = 0; m < MT; m++) {
                         const uint32_t(&right)[4] = which == 2 ? b_lo[n / 2] : b[n / 2];
                         multiply(which == 1 ? large[m][n] : small[m][n], which == 0 ? P.lo[m][k] : P.hi[m][k],
-                                 right[n % 2 * 2], right[n % 2 * 2 + 1], f16());
+                                 right[n % 2 * 2], right[n % 2 * 2 + 1], __half());
                     }
         }
 #pragma unroll
