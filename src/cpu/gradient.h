@@ -259,10 +259,14 @@ INLINE void pair_to_units(const int rows, const int N, backward_block *b, int64_
     vec to_log2 = vec_set1(b->x->j.s_scale * LOG2E), scale = vec_set1(b->x->j.p->a.scale);
     vec P[2][2] = { { vec_zero(), vec_zero() }, { vec_zero(), vec_zero() } };
     vec dS[2][2] = { { vec_zero(), vec_zero() }, { vec_zero(), vec_zero() } };
+    vec weights[4];
+    each(j, rows)
+        each(h, N)
+            weights[j * N + h] = vec_min(vec_zero(), vec_fma(S[j][h], to_log2, vec_set1(x->minus_lse[i + j])));
+    vec_exp2_of(rows * N, weights, 3);
     each(j, rows)
         each(h, N) {
-            vec s = vec_fma(S[j][h], to_log2, vec_set1(x->minus_lse[i + j]));
-            P[j][h] = vec_exp2_short(vec_min(vec_zero(), s));
+            P[j][h] = weights[j * N + h];
             dS[j][h] = vec_mul(P[j][h], vec_fma(dP[j][h], scale, vec_set1(x->minus_delta[i + j])));
         }
     store_units(b, r + i, rows, c, P, dS);
@@ -310,9 +314,14 @@ INLINE void gradient_panel(const int R, const int N, backward_block *b, int64_t 
     const float *Q = b->Q.data + r * b->Q.ld, *dO = b->dO.data + r * b->dO.ld;
     vec S[MR][NR], dP[MR][NR];
     sum_first(R, N, 0, S, Q, b->Q.ld, K);
-    sum_more(R, N, 0, S, Q + 1, b->Q.ld, K + PANEL, PANEL, D - 1);
     sum_first(R, N, 0, dP, dO, b->dO.ld, V);
-    sum_more(R, N, 0, dP, dO + 1, b->dO.ld, V + PANEL, PANEL, Dv - 1);
+    int64_t both = HEED_MIN(D, Dv);
+    for (int64_t k = 1; k < both; k++) { /* together: one alone has too few sums for what a dot product waits */
+        sum_more(R, N, 0, S, Q + k, b->Q.ld, K + k * PANEL, PANEL, 1);
+        sum_more(R, N, 0, dP, dO + k, b->dO.ld, V + k * PANEL, PANEL, 1);
+    }
+    sum_more(R, N, 0, S, Q + both, b->Q.ld, K + both * PANEL, PANEL, D - both);
+    sum_more(R, N, 0, dP, dO + both, b->dO.ld, V + both * PANEL, PANEL, Dv - both);
     if (c < x->all_first || c + N * W > x->all_last)
         each(i, R)
             each(h, N)

@@ -101,18 +101,31 @@ INLINE vec log2_of_weight(vec s, row_base base, vec factor)
     return MAY_BE_NEAR && NEAR_M != 0 ? vec_fma(above, factor, base.offset) : vec_mul(above, factor);
 }
 
-/* Columns i and i + W, or i alone if that is the last before `to`, of row r: from scores to weights and onto their sums. */
+/* Vectors of columns i to i + n W of row r, n even: from scores to weights and onto their sums. */
+INLINE void weigh_vectors(const int n, float *P, float *S, int64_t r, int64_t i, row_base base, vec factor, vec sum[2],
+                          const int as_units)
+{
+    vec x[4];
+    each(h, n)
+        x[h] = log2_of_weight(vec_load(S + r * LDS + i + h * W), base, factor);
+    vec_exp2_of(n, x, 5);
+    each(h, n)
+        sum[h % 2] = vec_add(sum[h % 2], x[h]);
+    each(h, n / 2)
+        store_weights(P, S, r, i + 2 * h * W, INT64_MAX, x[2 * h], x[2 * h + 1], as_units);
+}
+
+/* Columns i and i + W, or i alone if that is the last before `to`. */
 INLINE void weigh_pair(float *P, float *S, int64_t r, int64_t i, int64_t to, row_base base, vec factor, vec sum[2],
                        const int as_units)
 {
-    const float *s = S + r * LDS + i;
-    vec x = vec_exp2(log2_of_weight(vec_load(s), base, factor)), y = vec_zero();
     if (i + W < to) {
-        y = vec_exp2(log2_of_weight(vec_load(s + W), base, factor));
-        sum[1] = vec_add(sum[1], y);
+        weigh_vectors(2, P, S, r, i, base, factor, sum, as_units);
+        return;
     }
+    vec x = vec_exp2(log2_of_weight(vec_load(S + r * LDS + i), base, factor));
     sum[0] = vec_add(sum[0], x);
-    store_weights(P, S, r, i, to, x, y, as_units);
+    store_weights(P, S, r, i, to, x, vec_zero(), as_units);
 }
 
 /* Weights of a tile, columns [from, to) of S, multiples of 2 W and W: as units to P, which is S or another place, or as floats
@@ -127,9 +140,9 @@ INLINE void weigh_tile(float *P, float *S, float *l, const float *keep, const fl
         row_base b = all_near ? base_of(0, 1) : base_of(base[r], near && near[r]);
         int64_t i = from;
         ask(next);
-        for (; i + W < to; i += 2 * W)
-            weigh_pair(P, S, r, i, INT64_MAX, b, vec_set1(c), of_row, as_units);
-        if (i < to)
+        for (; i + 4 * W <= to; i += 4 * W)
+            weigh_vectors(4, P, S, r, i, b, vec_set1(c), of_row, as_units);
+        for (; i < to; i += 2 * W)
             weigh_pair(P, S, r, i, to, b, vec_set1(c), of_row, as_units);
         sum[r] = vec_add(of_row[0], of_row[1]);
     }
@@ -166,8 +179,7 @@ static void weigh(meanwhile *work)
     row_base base = base_of(w->base[w->row], 0);
     vec factor = vec_set1(w->c), *sum = w->sum[w->row];
     if (i + 4 * W <= w->to) {
-        each(h, 2)
-            weigh_pair(w->P, w->S, w->row, i + 2 * h * W, INT64_MAX, base, factor, sum, 1);
+        weigh_vectors(4, w->P, w->S, w->row, i, base, factor, sum, 1);
         w->column = i += 4 * W;
         if (i < w->to)
             return;

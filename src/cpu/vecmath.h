@@ -2,29 +2,33 @@
 
 #define LOG2E 1.44269504088896341f
 
-/* 2^x for x <= 0 or moderately above; relative error below 2e-7. x = n + f with 0 <= f < 1, and 2^f by a polynomial of
- * degree 5 that is exact at 0. 2^-inf = 0, NaN stays. */
-INLINE vec vec_exp2(vec x)
+/* x[i] = 2^x[i], i < n <= 4, for x <= 0 or moderately above; relative error below 2e-7. x = n + f with 0 <= f < 1, and 2^f by a
+ * polynomial of degree 5 that is exact at 0; or of degree 3, with an error below 7.5e-5, for results that become bf16, where
+ * rounding adds 2e-3. 2^-inf = 0, NaN stays. Step by step for all of them: one after the other, each would wait for its own
+ * results, and a processor does not look far enough ahead to begin with the next ones meanwhile. */
+INLINE void vec_exp2_of(const int n, vec x[], const int degree)
 {
-    vec f, n = vec_split(x, &f);
-    vec y = vec_set1(0x1.e974fcp-10f);
-    y = vec_fma(y, f, vec_set1(0x1.277854p-7f));
-    y = vec_fma(y, f, vec_set1(0x1.c91ce6p-5f));
-    y = vec_fma(y, f, vec_set1(0x1.ebdb56p-3f));
-    y = vec_fma(y, f, vec_set1(0x1.62e4bap-1f));
-    y = vec_fma(y, f, vec_set1(1.0f));
-    return vec_scale2(y, n);
+    static const float exact[] = {
+        0x1.e974fcp-10f, 0x1.277854p-7f, 0x1.c91ce6p-5f, 0x1.ebdb56p-3f, 0x1.62e4bap-1f, 1.0f
+    };
+    static const float brief[] = { 0x1.3f96a4p-4f, 0x1.cefc4cp-3f, 0x1.64444cp-1f, 0x1.fff632p-1f };
+    const float *factors = degree == 5 ? exact : brief;
+    vec f[4], power[4], y[4];
+    each(i, n)
+        power[i] = vec_split(x[i], &f[i]);
+    each(i, n)
+        y[i] = vec_fma(vec_set1(factors[0]), f[i], vec_set1(factors[1]));
+    each(k, degree - 1)
+        each(i, n)
+            y[i] = vec_fma(y[i], f[i], vec_set1(factors[k + 2]));
+    each(i, n)
+        x[i] = vec_scale2(y[i], power[i]);
 }
 
-/* The same for results that become bf16: degree 3, relative error below 7.5e-5, where rounding adds 2e-3. */
-INLINE vec vec_exp2_short(vec x)
+INLINE vec vec_exp2(vec x)
 {
-    vec f, n = vec_split(x, &f);
-    vec y = vec_set1(0x1.3f96a4p-4f);
-    y = vec_fma(y, f, vec_set1(0x1.cefc4cp-3f));
-    y = vec_fma(y, f, vec_set1(0x1.64444cp-1f));
-    y = vec_fma(y, f, vec_set1(0x1.fff632p-1f));
-    return vec_scale2(y, n);
+    vec_exp2_of(1, &x, 5);
+    return x;
 }
 
 /* The natural logarithm of a normal number above 0, to about a unit in its last place; NaN stays, and 0 has some finite one.
