@@ -344,13 +344,15 @@ def test_what_other_backends_compute_stays_theirs(activated, device):
     """The table in docs/python/pytorch.md."""
     q, k, v = (t.to(device, torch.bfloat16 if device == "cuda" else None) for t in qkv(heads_k=2))
     sdpa, mask = F.scaled_dot_product_attention, torch.zeros(12, 12, device=device, dtype=q.dtype)
-    heeds = [lambda: sdpa(q, k, v, enable_gqa=True), lambda: sdpa(k[0], k[0], v[0])]
+    heeds = [lambda: sdpa(q, k, v, enable_gqa=True)]
     theirs = [lambda: sdpa(k, k, v, attn_mask=mask.clone().requires_grad_())]
     if device == "cpu":
-        heeds += [lambda: sdpa(k, k, v, attn_mask=mask), lambda: sdpa(k.double(), k.double(), v.double())]
+        heeds += [lambda: sdpa(k, k, v, attn_mask=mask), lambda: sdpa(k.double(), k.double(), v.double()),
+                  lambda: sdpa(k[0], k[0], v[0])]
         theirs += [lambda: sdpa(k, k, v, dropout_p=0.5), lambda: sdpa(k, k, v[..., :8])]
     else:
-        theirs += [lambda: sdpa(k, k, v, attn_mask=mask), lambda: sdpa(k.float(), k.float(), v.float())]
+        theirs += [lambda: sdpa(k, k, v, attn_mask=mask), lambda: sdpa(k.float(), k.float(), v.float()),
+                   lambda: sdpa(k[0], k[0], v[0])]
     torch.nn.attention.activate_flash_attention_impl("heed")
     for call in heeds:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
