@@ -191,7 +191,8 @@ TEST(a_bias_of_aligned_rows_is_like_any_other)
 }
 
 /* Rows that start at multiples of 16 bytes, which some kernels ask for: every dimension broadcast or not, mask and bias alone
- * and together, with a band and all else, over several tiles in both directions. */
+ * and together, with a band and all else, over several tiles in both directions. The head sizes are those of different GPU
+ * kernels; to a CPU's they are more of the same. */
 TEST(masks_and_biases_of_aligned_rows_compose)
 {
     static const int32_t rows[] = { 140, 77 }, keys[] = { 272, 100 };
@@ -199,6 +200,8 @@ TEST(masks_and_biases_of_aligned_rows_compose)
     for_each_kernel(EITHER_PASS, kernel)
         for (int n = 0; n < 24; n++) {
             case_shape shape = { .B = 2, .Hq = 4, .Hk = 2, .Sq = 140, .Sk = 272, .D = head_dims[n / 3 % 3] };
+            if (kernel.backend != HEED_CUDA)
+                shape.D /= 4;
             if (n % 4 == 1)
                 shape.form = n % 8 == 1 ? PADDED : RAGGED, shape.rows_of = rows, shape.keys_of = keys;
             test_case c = case_new(&kernel, shape);
