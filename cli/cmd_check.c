@@ -72,6 +72,7 @@ static const listed list[] = {
     { "paged", { 3, 4, 2, 5, 100, 64, 64 }, { .causal = 1 }, WITH_PAGES },
     { "eight query heads for a key head", { 2, 8, 1, 40, 55, 64, 64 }, { .causal = 1 }, 0 },
     { "one query", { 2, 8, 2, 1, 300, 128, 128 }, { 0 }, 0 },
+    { "one query of many heads", { 4, 140, 70, 1, 520, 32, 32 }, { 0 }, WITH_PADDING },
     { "strided views", { 2, 3, 3, 45, 66, 40, 40 }, { .causal = 1 }, WITH_VIEWS | WITH_MASK },
     { "large heads", { 1, 1, 1, 40, 50, 256, 192 }, { 0 }, 0 },
     { "wide heads, causal", { 1, 2, 1, 130, 150, 256, 256 }, { .causal = 1 }, 0 },

@@ -221,7 +221,7 @@ TEST(a_group_is_its_heads)
 static void steep(test_case *c)
 {
     for (int64_t h = 0; h < c->a.q.shape[1]; h++)
-        fill_row(&c->a.q, 0, h, 70, 20), fill_row(&c->a.k, 0, h / 2, 3, 20);
+        fill_row(&c->a.q, 0, h, HEED_MIN(70, c->a.q.shape[2] - 1), 20), fill_row(&c->a.k, 0, h / 2, 3, 20);
 }
 
 static void windowed(test_case *c)
@@ -244,7 +244,8 @@ static void expect_some_heads(test_case *c, const heed_tensor whole[OUTPUTS], in
     }
 }
 
-/* A GPU that few heads do not fill may take smaller tiles of rows: of a few heads, of more, and of all that there are. */
+/* A GPU that few heads do not fill may take smaller tiles of rows, and fewer keys for each block: of a few heads, of more, and of
+ * all that there are. */
 TEST(heads_do_not_depend_on_how_many_there_are)
 {
     static const struct {
@@ -256,6 +257,8 @@ TEST(heads_do_not_depend_on_how_many_there_are)
         { { .Hq = 40, .Hk = 20, .Sq = 290, .Sk = 1100, .D = 80 }, { 2, 20 } },
         { { .Hq = 60, .Hk = 30, .Sq = 300, .D = 128 }, { 2, 40 } },
         { { .Hq = 12, .Hk = 6, .Sq = 1500, .D = 128 }, { 4, 8 } },
+        { { .Hq = 800, .Hk = 400, .Sq = 2, .Sk = 400, .D = 24 }, { 2, 300 } },
+        { { .Hq = 300, .Hk = 150, .Sq = 1, .Sk = 1100, .D = 40 }, { 2, 120 } },
     };
     void (*const changes[])(test_case *) = { nothing, causal, windowed, steep };
     for_each_kernel(HEED_FORWARD, kernel)

@@ -130,6 +130,21 @@ TEST(few_rows_meet_many_keys)
         }
 }
 
+/* Where heads are many, a block on a GPU has several parts of the keys, or all of a head's. */
+TEST(few_rows_of_many_heads_meet_many_keys)
+{
+    static const case_shape all = { .Hq = 560, .Hk = 280, .Sq = 1, .Sk = 300, .D = 16 },
+                            some = { .Hq = 140, .Sq = 1, .Sk = 1100, .D = 24 };
+    for_each_kernel(HEED_FORWARD, kernel)
+        for (int kind = 0; kind < 4; kind++) {
+            test_case c = case_new(&kernel, kind % 2 ? some : all);
+            if (kind >= 2)
+                c.a.windowed = 1, c.a.window_left = kind == 2 ? 20 : 400, c.a.window_right = -1;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(one_key_meets_many_queries)
 {
     for_each_kernel(EITHER_PASS, kernel)
@@ -192,6 +207,7 @@ int main(void)
         cmocka_unit_test(many_heads_over_one_meet_many_rows),
         cmocka_unit_test(one_query_meets_a_long_cache),
         cmocka_unit_test(few_rows_meet_many_keys),
+        cmocka_unit_test(few_rows_of_many_heads_meet_many_keys),
         cmocka_unit_test(one_key_meets_many_queries),
         cmocka_unit_test(without_keys_the_result_is_zero),
         cmocka_unit_test(without_rows_the_gradients_of_keys_are_zero),

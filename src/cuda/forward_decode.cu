@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int hk = own.hk, n0 = own.part * PART, rows = min(ROWS, a.G * a.Sq - own.first_row);
     const int chunks = (a.D + CHUNK - 1) / CHUNK, q_pitch = chunks * CHUNK;
     let_next_start();
-    wait_for_last();
+    if (!a.uniform || a.page || a.alibi.data) /* else what is found first is not in memory */
+        wait_for_last();
     if (t < rows) {
         const span s = span_of(a, own.b);
         m.row[t] = own_row_of(a, s, parts, own, t);
@@ -87,6 +88,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             first = min(first, m.row[r].low), last = max(last, m.row[r].high);
     first = max(first - n0, 0), last = min(last - n0, PART);
     if (first >= last) {
+        wait_for_last();
         for (int r = 0; r < rows; r++) {
             for (int c = t; c < a.Dv; c += THREADS)
                 parts.o[m.row[r].result * a.Dv + c] = 0.0f;
@@ -96,11 +98,12 @@ __global__ void __launch_bounds__(THREADS, 2)
         return;
     }
     const bool seen = t >= first && t < last;
-    const int64_t k_at = seen ? key_at(a, s, a.k, hk, n0 + t) : NOWHERE,
-                  v_at = seen ? key_at(a, s, a.v, hk, n0 + t) : NOWHERE;
+    const int64_t k_at = seen ? key_at<unsigned>(a, s, a.k, hk, n0 + t) : NOWHERE,
+                  v_at = seen ? key_at<unsigned>(a, s, a.v, hk, n0 + t) : NOWHERE;
     m.k[t] = k_at == NOWHERE ? NULL : (const float *)a.k.data + k_at;
     m.v[t] = v_at == NOWHERE ? NULL : (const float *)a.v.data + v_at;
     __syncthreads();
+    wait_for_last();
     const float *keys[PIECES]; /* of which the thread copies a piece */
 #pragma unroll
     for (int j = 0; j < PIECES; j++)
@@ -291,12 +294,13 @@ heed_status heed_forward_decode(const heed_problem *p, const heed_plan *plan, co
     const args &a = start.a;
     const int64_t rows = p->G * p->Sq, parts = parts_of(p->full.keys), count = p->B * p->Hq * p->Sq * parts;
     float *const o = (float *)x->workspace, *const most = o + count * p->Dv;
-    const parts_of_keys all = { (int)parts, o, most, most + count, {}, {}, {}, {} };
+    const parts_of_keys all = { (int)parts, 1, o, most, most + count, {}, {}, {}, {}, 0.0f };
+    bool merged = false;
     if (start.status)
         return start.status;
-    const heed_status status = a.q.dtype != HEED_F32 ? heed_cuda_decode_mma(a, all, plan, x)
+    const heed_status status = a.q.dtype != HEED_F32 ? heed_cuda_decode_mma(a, all, plan, x, &merged)
                                : rows == 1           ? run<1>(a, all, plan, x)
                                : rows <= 4           ? run<4>(a, all, plan, x)
                                                      : run<8>(a, all, plan, x);
-    return status || !count ? status : heed_cuda_merge_parts(a, all.count, o, most, all.sums, plan, x);
+    return status || merged || !count ? status : heed_cuda_merge_parts(a, all.count, o, most, all.sums, plan, x);
 }

@@ -148,14 +148,16 @@ __host__ __device__ inline span span_of(const args &a, int b)
     return s;
 }
 
-/* Element offset of key n in t (k or v), or NOWHERE: its page does not exist. */
+/* Element offset of key n in t (k or v), or NOWHERE: its page does not exist. The division by a page's size is quicker in 32
+ * bits, which are enough for any key (see place_keys()), but may keep more registers. */
+template <class Number = int64_t>
 __device__ inline int64_t key_at(const args &a, const span &s, const view &t, int h, int n)
 {
-    int64_t j = a.col + n * a.col_step;
+    const int64_t j = a.col + n * a.col_step;
     if (!a.page)
         return row_at(t, s.k_batch, h, s.k_row + j);
-    int page = a.block_table[s.b * a.block_table_stride + j / a.page];
-    return page < 0 || page >= a.pages ? NOWHERE : row_at(t, page, h, j % a.page);
+    const int page = a.block_table[s.b * a.block_table_stride + (Number)j / (Number)a.page];
+    return page < 0 || page >= a.pages ? NOWHERE : row_at(t, page, h, (Number)j % (Number)a.page);
 }
 
 /* ---- The band ---------------------------------------------------------------------------------------------------- */

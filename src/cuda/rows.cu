@@ -2,6 +2,7 @@
  * one pass over its tensors, bound by memory; sums are taken in a fixed order, and in fp64: delta is a difference of large
  * sums. */
 #include "launch.cuh"
+#include "merge.cuh"
 
 constexpr int WARPS = 8;
 
@@ -115,83 +116,35 @@ __global__ void merge_rows(const __grid_constant__ view o, const __grid_constant
         store(lse, lse_at, (float)(m + log(w + w2)));
 }
 
-/* One warp for 32 columns of a row, or a block's eight where there are more than 32 parts. A warp sums every eighth 32 of them
- * in their order, asked for at once and before it is known what they weigh: there may be few rows, and nothing to do
- * meanwhile. Which parts are summed together does not depend on how many follow that have seen nothing. */
-__global__ void __launch_bounds__(32 * WARPS) merge_parts(const __grid_constant__ args a, rows_shape n, int parts,
-                                                          const float *o, const float *lse, const float *sums)
+/* A block has eight rows' 32 columns or, where there are more than 32 parts, one's. */
+__global__ void __launch_bounds__(32 * WARPS)
+    merge_parts(const __grid_constant__ args a, const __grid_constant__ part_results all)
 {
-    __shared__ float all[WARPS][32];
-    constexpr int AT_ONCE = 32;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = (n.width + 31) / 32;
-    const bool alone = parts <= AT_ONCE;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = (all.columns + 31) / 32;
+    const bool alone = all.count <= 32;
     const int64_t unit = alone ? (int64_t)blockIdx.x * WARPS + warp : blockIdx.x, row = unit / chunks;
     const int c = (int)(unit % chunks) * 32 + lane;
     let_next_start();
     if (!a.uniform) /* else nothing of a sequence is in memory */
         wait_for_last();
+    const rows_shape n = { a.Hq, a.Sq, all.rows, all.columns };
     const place p = place_of(n, min(row, n.count - 1));
-    const int i = (int)p.i, h = (int)p.h;
     const span s = span_of(a, (int)p.b);
-    const int64_t o_at = row_at(a.o, s.q_batch, h, s.q_row + i);
     wait_for_last();
-    if (row >= n.count || i >= s.rows)
+    if (row >= n.count || p.i >= s.rows)
         return;
-    float value[AT_ONCE];
-    auto ask = [&](int first) {
-        const float *at = o + (first * n.count + row) * n.width + min(c, n.width - 1);
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++, at += n.count * n.width)
-            value[k] = first + k < parts ? *at : 0.0f;
-    };
-    int first = alone ? 0 : warp * AT_ONCE;
-    ask(first);
-    float m = -CUDART_INF_F, sum = 0.0f, x = 0.0f;
-#pragma unroll 8
-    for (int part = lane; part < parts; part += 32)
-        m = fmaxf(m, lse[part * n.count + row]);
-    for (int other = 16; other; other /= 2)
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
-    const bool seen = m != -CUDART_INF_F;
-    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, h, 0)) : -CUDART_INF_F;
-    m = fmaxf(m, sink);
-    for (; seen && first < parts; ask(first)) {
-        const float w = first + lane < parts ? expf(lse[(first + lane) * n.count + row] - m) : 0.0f;
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            if (k % 8 == 0 && first + k >= parts)
-                break;
-            const float weight = __shfl_sync(~0u, w, k);
-            x += weight == 0.0f ? 0.0f : weight * value[k];
-        }
-        first += WARPS * AT_ONCE;
-    }
-    if (!alone) {
-        all[warp][lane] = x;
-        __syncthreads();
-        if (warp)
-            return;
-        for (int other = 1; other < WARPS; other++)
-            x += all[other][lane];
-    }
-#pragma unroll 4
-    for (int part = lane; seen && part < parts; part += 32)
-        sum += expf(lse[part * n.count + row] - m) * (sums ? sums[part * n.count + row] : 1.0f);
-    for (int other = 16; other; other /= 2)
-        sum += __shfl_xor_sync(~0u, sum, other);
-    sum += seen ? expf(sink - m) : 0.0f;
-    if (c < n.width)
-        store(a.o, o_at + c * a.o.stride[3], seen ? x / sum : 0.0f);
-    if (a.lse.data && c == 0)
-        store(a.lse, row_at(a.lse, s.q_batch, h, s.q_row + i), seen ? m + logf(sum) : -CUDART_INF_F);
+    if (alone)
+        merge_columns<1>(a, s, (int)p.h, (int)p.i, all, row, c);
+    else
+        merge_columns<WARPS>(a, s, (int)p.h, (int)p.i, all, row, c);
 }
 
 heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, const float *lse, const float *sums,
                                   const heed_plan *plan, const heed_exec *x)
 {
-    rows_shape n = { a.Hq, a.Sq, (int64_t)a.B * a.Hq * a.Sq, a.Dv };
-    const int64_t units = n.count * tiles_of(n.width, 32), blocks = parts <= 32 ? tiles_of(units, WARPS) : units;
-    return launch_early(merge_parts, dim3((unsigned)blocks), dim3(32 * WARPS), 0, plan, x, a, n, parts, o, lse, sums);
+    const part_results all = { parts, o, lse, sums, (int64_t)a.B * a.Hq * a.Sq, a.Dv };
+    const int64_t units = all.rows * tiles_of(a.Dv, 32), blocks = parts <= 32 ? tiles_of(units, WARPS) : units;
+    return launch_early(merge_parts, dim3((unsigned)blocks), dim3(32 * WARPS), 0, plan, x, a, all);
 }
 
 /* ---- The sink's gradient ----------------------------------------------------------------------------------------- */
