@@ -54,8 +54,11 @@ def implementation(name, problem):
 
 
 def flex(problem, grouped):
+    from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     if not compiled_flex:
+        if hasattr(functorch_config, "donated_buffer"):
+            functorch_config.donated_buffer = False  # else there is but one backward to a forward
         compiled_flex.append(torch.compile(flex_attention))
     seen = []
 
