@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
     };
-    auto ask = [&](uint4(&x)[4], int part, int piece) {
+    auto ask = [&](uint4(&x)[4], int piece) {
         const char *const *const k = m.k + to, *const *const v = m.v + to;
 #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
                 Q[c / 64][c / 32 % 2] = load_or_zero(q + (c + t * 8) * 2, q && t * 8 < a.D - c);
 #pragma unroll
             for (int piece = 0; piece < AHEAD; piece++)
-                ask(ring[piece], part, piece);
+                ask(ring[piece], piece);
             float S[TILES][4] = {};
 #pragma unroll
             for (int piece = 0; piece < PIECES; piece++) {
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
                     multiply(sum, { x[j].x, x[j + 2].x, x[j].y, x[j + 2].y }, q.x, q.y, T());
                     multiply(sum, { x[j].z, x[j + 2].z, x[j].w, x[j + 2].w }, q.z, q.w, T());
                 }
-                ask(ring[piece % AHEAD], part, piece + AHEAD);
+                ask(ring[piece % AHEAD], piece + AHEAD);
             }
             if (!a.page && is_seen(part + 1)) {
                 const int number = clamp((part + 1) * PART + to + lane, m.first, m.last - 1);
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
                                    __byte_perm(y[2], y[3], 0x5410), __byte_perm(y[2], y[3], 0x7632) },
                                  P[tile][0], P[tile][1], T());
                     }
-                    ask(ring[piece % AHEAD], part, piece + AHEAD);
+                    ask(ring[piece % AHEAD], piece + AHEAD);
                 }
 #pragma unroll
                 for (int w = 0; w < 4; w++)

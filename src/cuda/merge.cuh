@@ -5,11 +5,10 @@
 #include "problem.cuh"
 
 struct part_results {
-    int count; /* of parts */
-    const float *o, *most,
-        *sums; /* [part][row], o with so many columns each; sums NULL: o is divided already, most is lse */
+    int count;                    /* of parts */
+    const float *o, *most, *sums; /* [part][row]; sums NULL: o is divided already, and most is lse */
     int64_t rows;
-    int columns;
+    int columns; /* of o */
 };
 
 /* A warp for 32 columns of a row, each lane with column c, or a block's WARPS where there are more than 32 parts. A warp sums
