@@ -1,7 +1,7 @@
-/* What the kernels for few rows against many keys have in common. Each block has a part of the keys of one head of k, or some
- * parts, one after the other, and rows of all heads of q that share it; what the parts give, o before its division, the largest
- * score and the sum, lies in the workspace and is merged in their order, by rows.cu or by a block that had all of them. Parts
- * are always the same keys, so that bits do not depend on how many heads or sequences there are. */
+/* What the kernels for few rows against many keys have in common. Each block has a part of the keys of one head of k, and rows of
+ * all heads of q that share it; what the parts give, o before its division, the largest score and the sum, lies in the workspace
+ * and is merged in their order by rows.cu. Parts are always the same keys, so that bits do not depend on how many heads or
+ * sequences there are. */
 #ifndef HEED_CUDA_DECODE_CUH
 #define HEED_CUDA_DECODE_CUH
 
@@ -11,28 +11,28 @@
 constexpr int PART = 256;
 
 struct parts_of_keys {
-    int count, each;        /* of a head, and of a block */
+    int count;              /* of a head */
     float *o, *most, *sums; /* [part][batch][head][row], o with Dv numbers each */
-    divisor groups, blocks, heads, rows;
+    divisor groups, parts, heads, rows;
     float scale_in_cap; /* scale / softcap: a division is a call */
 };
 
-/* What a block has: parts, of which this is the first, and the first of its rows among those that share a head of k. */
+/* What a block has; first_row is among those that share a head of k. */
 struct own_part {
     int part, hk, b, first_row;
 };
 
 __device__ inline own_part own_part_of(const parts_of_keys &of, int rows)
 {
-    const int number = of.groups.divide(blockIdx.x), head = of.blocks.divide(number), b = of.heads.divide(head);
-    return { (number - head * (int)of.blocks.number) * of.each, head - b * (int)of.heads.number, b,
+    const int number = of.groups.divide(blockIdx.x), head = of.parts.divide(number), b = of.heads.divide(head);
+    return { number - head * (int)of.parts.number, head - b * (int)of.heads.number, b,
              (int)(blockIdx.x - number * of.groups.number) * rows };
 }
 
 /* Row n of those that share keys: row n % Sq of head n / Sq of the group. */
 struct own_row {
     int i, h, low, high; /* low = high = 0: there is no such row */
-    int64_t result;      /* where its results are among those of all parts, of the block's first */
+    int64_t result;      /* where its results are among those of all parts */
 };
 
 __device__ inline own_row own_row_of(const args &a, const span &s, const parts_of_keys &of, const own_part &x, int n)
@@ -44,18 +44,16 @@ __device__ inline own_row own_row_of(const args &a, const span &s, const parts_o
     return own;
 }
 
-/* forward_decode_mma.cu: 16 bits. merged: a block has all parts of a head, and nothing is left to do. */
-heed_status heed_cuda_decode_mma(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x,
-                                 bool *merged);
+/* forward_decode_mma.cu: 16 bits. */
+heed_status heed_cuda_decode_mma(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x);
 
-/* One block for so many parts of each head of k and each so many rows. */
+/* One block for each part of each head of k and each so many rows. */
 template <class Kernel>
 static heed_status launch_parts(Kernel kernel, int rows, int threads, size_t shared_bytes, const args &a,
                                 parts_of_keys parts, const heed_plan *plan, const heed_exec *x)
 {
-    const int64_t groups = tiles_of((int64_t)a.G * a.Sq, rows), each = tiles_of(parts.count, parts.each),
-                  blocks = (int64_t)a.B * a.Hk * each * groups;
-    parts.groups = divisor_of(groups), parts.blocks = divisor_of(each);
+    const int64_t groups = tiles_of((int64_t)a.G * a.Sq, rows), blocks = (int64_t)a.B * a.Hk * parts.count * groups;
+    parts.groups = divisor_of(groups), parts.parts = divisor_of(parts.count);
     parts.heads = divisor_of(a.Hk), parts.rows = divisor_of(a.Sq);
     if (blocks == 0 || blocks > INT32_MAX) /* says if it cannot */
         return launch(kernel, blocks, threads, shared_bytes, x, a, parts);

@@ -294,13 +294,12 @@ heed_status heed_forward_decode(const heed_problem *p, const heed_plan *plan, co
     const args &a = start.a;
     const int64_t rows = p->G * p->Sq, parts = parts_of(p->full.keys), count = p->B * p->Hq * p->Sq * parts;
     float *const o = (float *)x->workspace, *const most = o + count * p->Dv;
-    const parts_of_keys all = { (int)parts, 1, o, most, most + count, {}, {}, {}, {}, 0.0f };
-    bool merged = false;
+    const parts_of_keys all = { (int)parts, o, most, most + count, {}, {}, {}, {}, 0.0f };
     if (start.status)
         return start.status;
-    const heed_status status = a.q.dtype != HEED_F32 ? heed_cuda_decode_mma(a, all, plan, x, &merged)
+    const heed_status status = a.q.dtype != HEED_F32 ? heed_cuda_decode_mma(a, all, plan, x)
                                : rows == 1           ? run<1>(a, all, plan, x)
                                : rows <= 4           ? run<4>(a, all, plan, x)
                                                      : run<8>(a, all, plan, x);
-    return status || merged || !count ? status : heed_cuda_merge_parts(a, all.count, o, most, all.sums, plan, x);
+    return status || !count ? status : heed_cuda_merge_parts(a, all.count, o, most, all.sums, plan, x);
 }

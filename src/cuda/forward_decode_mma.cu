@@ -3,33 +3,36 @@
  *
  *     S^T [16 keys x 8 rows] = K Q^T        O^T [16 columns x 8 rows] += V^T P^T
  *
- * so that K and V go from memory straight into the registers of a product. Of a sum over d, d may be in any order, as long as it
- * is that of Q too: a lane takes 16 bytes of a key. V must be turned: a lane takes 16 bytes of four keys, and makes pairs of
- * neighbouring keys by byte permutations. P is turned by an instruction for that.
- *
- * Of a part a warp has OWN keys for itself, takes them in pieces of 16 keys x 64 columns, K first, a few of which are on their
- * way at any time, and has its own maxima. What the warps have is added at the end of a part.
+ * A part is met in tiles, of which K and V lie in shared memory. A warp copies its own keys of both, computes the
+ * scores of these, and of O its own columns, over the keys of all warps. As soon as K of a tile has been met the next one is
+ * asked for, in its place, and so is V.
  * What follows from the launch's arguments alone is found before the kernel waits for the one before it. */
 #include "decode.cuh"
-#include "merge.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 8, OWN = PART / WARPS, TILES = OWN / 16;
+constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 8;
 
 template <int WIDTH> struct shared_decode {
-    static constexpr int PITCH = WIDTH + 4;
-    alignas(16) float o[WARPS][ROWS][PITCH]; /* columns as place_of() says */
+    static constexpr int BYTES = 2 * WIDTH, KEYS = WIDTH > 128 ? 64 : 128, OWN = KEYS / WARPS; /* of a row; of a warp */
+    alignas(128) char k[KEYS][BYTES], v[KEYS][BYTES]; /* with 16 bytes where place_of() says */
+    alignas(16) char p[ROWS][2 * KEYS + 16];          /* rows of a column of eight keys begin in different banks */
     float most[WARPS][ROWS], sums[WARPS][ROWS];
-    const char *k[PART], *v[PART]; /* of a key that nobody sees, those of the next that somebody does */
     own_row row[ROWS];
     span sequence;                           /* looked at now and then, and not in registers */
     const char *first_k, *first_v, *q[ROWS]; /* NULL: the row sees nothing */
     int first, last;                         /* of the keys that any row sees */
-    int first_part, end, hk, rows;           /* of the block */
+    int all_first, all_last;                 /* of those that all of them see */
 };
 
+/* Where 16 bytes of a row are, so that eight rows have theirs in different banks, and so have two rows four each. */
+__device__ inline int turn_of(int row) { return (row & 1) << 2 | (row & 2) | (row >> 2 & 1); }
+template <int BYTES> __device__ inline int place_of(int row, int chunk)
+{
+    return row * BYTES + (chunk ^ turn_of(row)) * 16;
+}
+
 /* The scores of a row with the lane's keys, which are eight apart. */
-struct row_scores {
-    static constexpr int R = 1, C = OWN / 8;
+template <int COUNT> struct row_scores {
+    static constexpr int R = 1, C = COUNT;
     static constexpr bool EXACT = false;
     float x[C];
     int i, n, first, last;
@@ -41,29 +44,11 @@ struct row_scores {
     __device__ int high(int) const { return last; }
 };
 
-/* Where column c of O is: lanes that write at once, with columns eight apart of rows two apart, meet different banks. */
-__device__ inline int place_of(int c) { return c / 64 * 64 + c / 2 % 4 * 16 + c / 8 % 8 * 2 + c % 2; }
-
-/* What is read once, columns that do not exist as zeros. */
+/* Columns that do not exist as zeros. */
 __device__ inline uint4 load_or_zero(const char *from, bool exists)
 {
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (exists)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                     : "l"(from));
-    return x;
+    return exists ? load_16(from) : make_uint4(0, 0, 0, 0);
 }
-
-/* So that a row is in the second cache when its turn comes. */
-__device__ inline void ask_ahead(const char *row, int bytes)
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
-#endif
-}
-
-__device__ inline uint32_t word(const uint4 &x, int w) { return w == 0 ? x.x : w == 1 ? x.y : w == 2 ? x.z : x.w; }
 
 /* Over the eight lanes that have the same rows. */
 __device__ inline float rows_max(float x)
@@ -82,90 +67,50 @@ __device__ inline float rows_sum(float x)
     return x;
 }
 
-/* O of a warp once more, by multiply-adds: P = 0 hides whatever V holds, for rows of other heads may see it. */
+/* What a tile gives for one column of O and two rows, by multiply-adds: P = 0 hides whatever V holds, for rows of other heads
+ * may see it. */
 template <class T, int WIDTH>
-__device__ inline void sum_visible(float (&o)[ROWS][shared_decode<WIDTH>::PITCH], const uint32_t (&P)[TILES][2],
-                                   const char *const *v, int columns, int rows)
+__device__ inline void sum_visible(float &first, float &second, const shared_decode<WIDTH> &m, int row, int column)
 {
-    const int lane = threadIdx.x % 32;
+    using S = shared_decode<WIDTH>;
+    first = second = 0.0f;
 #pragma unroll 1
-    for (int r = 0; r < rows; r++)
-#pragma unroll 1
-        for (int c = lane; c - lane < columns; c += 32) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int eight = 0; eight < OWN / 8; eight++)
-#pragma unroll 1
-                for (int n = 0; n < 8; n++) {
-                    const uint32_t two = __shfl_sync(~0u, P[eight / 2][eight % 2], r * 4 + n / 2);
-                    const uint16_t p = (uint16_t)(n & 1 ? two >> 16 : two);
-                    if (p && c < columns)
-                        sum = fmaf((float)*(const T *)&p, (float)((const T *)v[eight * 8 + n])[c], sum);
-                }
-            if (c < columns)
-                o[r][place_of(c)] = sum;
-        }
-}
-
-/* What the warps have of a part. Those of a row are as many as there are for each, with 32 columns at a time. */
-template <int WIDTH>
-__device__ inline void join_warps(const shared_decode<WIDTH> &m, const parts_of_keys &parts, const args &a, int number)
-{
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, shift = m.rows > 1 ? 32 - __clz(m.rows - 1) : 0;
-    const int r = warp & ((1 << shift) - 1);
-    if (r >= m.rows)
-        return;
-    const float most = m.most[lane % WARPS][r]; /* of a warp for each lane, again and again */
-    float top = most;
-#pragma unroll
-    for (int other = 1; other < WARPS; other *= 2)
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
-    const float weight = most == -CUDART_INF_F ? 0.0f : exp2_fast((most - top) * LOG2E);
-    float sum = m.sums[lane % WARPS][r] * weight; /* a NaN is to be seen */
-#pragma unroll
-    for (int other = 1; other < WARPS; other *= 2)
-        sum += __shfl_xor_sync(~0u, sum, other);
-    const int64_t result = m.row[r].result + number * ((int64_t)a.B * a.Hq * a.Sq);
-#pragma unroll 1
-    for (int c = (warp >> shift) * 32 + lane; c < WIDTH; c += (WARPS >> shift) * 32) {
-        float x = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const float own = __shfl_sync(~0u, weight, w);
-            x += own == 0.0f ? 0.0f : m.o[w][r][place_of(c)] * own;
-        }
-        if (c < a.Dv)
-            parts.o[result * a.Dv + c] = x;
-        if (c == 0)
-            parts.most[result] = sum == sum ? top : 0.0f, parts.sums[result] = sum;
+    for (int n = 0; n < S::KEYS; n++) {
+        const float p = ((const T *)m.p[row])[n], p2 = ((const T *)m.p[row + 1])[n],
+                    v = *(const T *)(m.v[0] + place_of<S::BYTES>(n, column / 8) + column % 8 * 2);
+        first = p == 0.0f ? first : fmaf(p, v, first);
+        second = p2 == 0.0f ? second : fmaf(p2, v, second);
     }
 }
 
-template <class T, int WIDTH, int AHEAD, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS)
+template <class T, int WIDTH>
+__global__ void __launch_bounds__(THREADS, 3)
     decode_mma(const __grid_constant__ args a, const __grid_constant__ parts_of_keys parts)
 {
-    extern __shared__ __align__(16) char memory[];
-    auto &m = *(shared_decode<WIDTH> *)memory;
-    constexpr int CHUNKS = WIDTH / 64, PIECES = TILES * CHUNKS; /* of K, and as many of V */
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4, to = warp * OWN;
+    extern __shared__ __align__(128) char memory[];
+    using S = shared_decode<WIDTH>;
+    S &m = *(S *)memory;
+    constexpr int KEYS = S::KEYS, OWN = S::OWN, TILES = PART / KEYS, SIXTEENS = OWN / 16, COLUMNS = WIDTH / WARPS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const own_part own = own_part_of(parts, ROWS);
+    const int rows = min(ROWS, a.G * a.Sq - own.first_row);
     let_next_start();
     if (!a.uniform || a.page) /* else nothing but K, V and Q is in memory */
         wait_for_last();
     if (warp == 0) { /* a row for each lane, eight lanes the same */
         const span s = span_of(a, own.b);
         const own_row row = own_row_of(a, s, parts, own, lane % ROWS);
-        const bool sees = row.low < row.high;
+        const bool sees = row.low < row.high, exists = lane % ROWS < rows;
         const int first = __reduce_min_sync(~0u, sees ? row.low : INT32_MAX),
-                  last = __reduce_max_sync(~0u, sees ? row.high : 0);
+                  last = __reduce_max_sync(~0u, sees ? row.high : 0),
+                  all_first = __reduce_max_sync(~0u, exists ? row.low : 0),
+                  all_last = __reduce_min_sync(~0u, exists ? row.high : INT32_MAX);
         if (lane < ROWS) {
             m.row[lane] = row;
             m.q[lane] = sees ? a.q.data + row_at(a.q, s.q_batch, row.h, s.q_row + row.i) * 2 : NULL;
         }
         if (lane == 0)
-            m.sequence = s, m.first = min(first, last), m.last = last, m.hk = own.hk, m.first_part = own.part,
-            m.end = min(own.part + parts.each, parts.count), m.rows = min(ROWS, a.G * a.Sq - own.first_row);
+            m.sequence = s, m.first = min(first, last), m.last = last, m.all_first = all_first, m.all_last = all_last;
     } else if (warp <= 2) {
         const span s = span_of(a, own.b);
         const view &rows_of = warp == 1 ? a.k : a.v;
@@ -175,219 +120,259 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     __syncthreads();
     const span &s = m.sequence;
-    /* Whether any row sees any of the warp's keys. */
-    auto is_seen = [&](int part) {
-        const int n = part * PART + to;
-        return part < m.end && n < m.last && n + OWN > m.first;
-    };
-    auto find_keys = [&](int part) {
-#pragma unroll
-        for (int n = lane; n < OWN; n += 32) {
-            const int number = clamp(part * PART + to + n, m.first, m.last - 1);
-            const char *&k = m.k[to + n], *&v = m.v[to + n];
-            if (a.page) {
-                const int64_t k_at = key_at<unsigned>(a, s, a.k, m.hk, number),
-                              v_at = key_at<unsigned>(a, s, a.v, m.hk, number);
-                k = a.k.data + 2 * (k_at == NOWHERE ? 0 : k_at); /* anything will do that can be read */
-                v = a.v.data + 2 * (v_at == NOWHERE ? 0 : v_at);
-            } else {
-                k = m.first_k + number * (a.col_step * a.k.stride[2] * 2);
-                v = m.first_v + number * (a.col_step * a.v.stride[2] * 2);
-            }
-        }
-    };
-    auto ask = [&](uint4(&x)[4], int piece) {
-        const char *const *const k = m.k + to, *const *const v = m.v + to;
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-            if (piece < PIECES) { /* 32 columns twice, of two keys */
-                const int c = piece % CHUNKS * 64 + j % 2 * 32;
-                x[j] = load_or_zero(k[piece / CHUNKS * 16 + j / 2 * 8 + g] + t * 16 + c * 2, t * 8 < a.D - c);
-            } else if (piece < 2 * PIECES) { /* 64 columns of four keys */
-                const int c = (piece - PIECES) / TILES * 64;
-                x[j] = load_or_zero(v[piece % TILES * 16 + j / 2 * 8 + t * 2 + j % 2] + g * 16 + c * 2,
-                                    g * 8 < a.Dv - c);
-            }
-    };
-#pragma unroll 1
-    for (int part = m.first_part; part < m.end; part++) {
-        const int n0 = part * PART + to;
-        if (is_seen(part)) {
-            find_keys(part);
-            __syncwarp();
-            wait_for_last();
-            const char *const q = m.q[g];
-            uint4 Q[CHUNKS][2], ring[AHEAD][4];
-#pragma unroll
-            for (int c = 0; c < WIDTH; c += 32)
-                Q[c / 64][c / 32 % 2] = load_or_zero(q + (c + t * 8) * 2, q && t * 8 < a.D - c);
-#pragma unroll
-            for (int piece = 0; piece < AHEAD; piece++)
-                ask(ring[piece], piece);
-            float S[TILES][4] = {};
-#pragma unroll
-            for (int piece = 0; piece < PIECES; piece++) {
-                const uint4(&x)[4] = ring[piece % AHEAD];
-                float(&sum)[4] = S[piece / CHUNKS];
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    const uint4 &q = Q[piece % CHUNKS][j];
-                    multiply(sum, { x[j].x, x[j + 2].x, x[j].y, x[j + 2].y }, q.x, q.y, T());
-                    multiply(sum, { x[j].z, x[j + 2].z, x[j].w, x[j + 2].w }, q.z, q.w, T());
-                }
-                ask(ring[piece % AHEAD], piece + AHEAD);
-            }
-            if (!a.page && is_seen(part + 1)) {
-                const int number = clamp((part + 1) * PART + to + lane, m.first, m.last - 1);
-                ask_ahead(m.first_k + number * (a.col_step * a.k.stride[2] * 2), a.D * 2);
-            }
+    int tile = max(own.part * TILES, m.first / KEYS);
+    const int end = min((own.part + 1) * TILES, (m.last + KEYS - 1) / KEYS);
 
-            /* do_row(scores, head) for the even row, then for the odd one. */
-            auto each_row = [&](auto do_row) {
-                row_scores x;
+    /* Pages of the lane's keys in the tile that is asked for next, which are looked up long before. */
+    int pages[(OWN + 31) / 32];
+    auto number_of = [&](int tile, int n) { /* of a key that nobody sees, that of the next that somebody does */
+                                            return clamp(tile * KEYS + warp * OWN + n, m.first, m.last - 1);
+    };
+    auto look_up = [&](int tile) {
 #pragma unroll
-                for (int c = 0; c < row_scores::C; c++)
-                    x.x[c] = S[c / 2][c % 2 * 2];
+        for (int n = lane; n - lane < OWN; n += 32)
+            if (a.page && tile < end)
+                pages[n / 32] = a.block_table[s.b * a.block_table_stride +
+                                              (unsigned)(a.col + number_of(tile, n) * a.col_step) / (unsigned)a.page];
+    };
+    /* The warp's rows of x, a key for as many lanes as it has pieces of 16 bytes. */
+    auto ask = [&](char *to, const view &x, const char *first_row, int columns, int tile) {
+        constexpr int EACH = S::BYTES / 16, AT_ONCE = 32 / EACH;
+        const int64_t step = a.col_step * x.stride[2] * 2;
+        const int n0 = tile * KEYS + warp * OWN, chunk = lane % EACH;
+        const uint32_t own_to = shared_address(to + (warp * OWN + lane / EACH) * S::BYTES);
+        auto copy = [&](int n, const char *from) {
+            copy_or_clear(own_to + n * S::BYTES + (chunk ^ turn_of(n) ^ turn_of(lane / EACH)) * 16, from,
+                          chunk * 8 < columns);
+        };
+        if (tile >= end)
+            ;
+        else if (!a.page && n0 >= m.first && n0 + OWN <= m.last) {
+            const char *from = first_row + (n0 + lane / EACH) * step + chunk * 16;
+#pragma unroll
+            for (int n = 0; n < OWN; n += AT_ONCE, from += AT_ONCE * step)
+                copy(n, from);
+        } else {
+            const char *row[(OWN + 31) / 32];
+#pragma unroll
+            for (int n = lane; n - lane < OWN; n += 32) {
+                const int number = number_of(tile, n);
+                const int64_t j = a.col + number * a.col_step;
+                const char *&one = row[n / 32];
+                if (!a.page)
+                    one = first_row + number * step;
+                else if (pages[n / 32] < 0 || pages[n / 32] >= a.pages)
+                    one = x.data; /* anything will do that can be read */
+                else
+                    one = x.data + 2 * row_at(x, pages[n / 32], own.hk, (unsigned)j % (unsigned)a.page);
+            }
+#pragma unroll
+            for (int n = 0; n < OWN; n += AT_ONCE)
+                copy(n, (const char *)__shfl_sync(~0u, (unsigned long long)row[n / 32], n % 32 + lane / EACH) +
+                            chunk * 16);
+        }
+        commit_copies();
+    };
+    auto ask_k = [&](int tile) { ask(m.k[0], a.k, m.first_k, a.D, tile); };
+    auto ask_v = [&](int tile) { ask(m.v[0], a.v, m.first_v, a.Dv, tile); };
+
+    look_up(tile);
+    wait_for_last();
+    ask_k(tile);
+    ask_v(tile);
+    uint4 Q[WIDTH / 32];
+    const char *const q = m.q[g];
+#pragma unroll
+    for (int c = 0; c < WIDTH; c += 32)
+        Q[c / 32] = load_or_zero(q + (c + t * 8) * 2, q && t * 8 < a.D - c);
+
+    float O[COLUMNS / 16][4] = {}, top[2] = { -CUDART_INF_F, -CUDART_INF_F }, sum[2] = { 0.0f, 0.0f };
 #pragma unroll 1
-                for (int j = 0; j < 2; j++) {
-                    const own_row &row = m.row[2 * t + j];
-                    x.i = row.i, x.n = n0 + g, x.first = row.low, x.last = row.high;
-                    do_row(x, row.h);
-                    if (j == 0)
+    for (; tile < end; tile++) {
+        const int n0 = tile * KEYS + warp * OWN;
+        look_up(tile + 1);
+        wait_copies<1>();
+        __syncwarp();
+        float x[SIXTEENS][4] = {}; /* S, and then P */
 #pragma unroll
-                        for (int c = 0; c < row_scores::C; c++) {
-                            float &one = S[c / 2][c % 2 * 2], &other = S[c / 2][c % 2 * 2 + 1];
-                            one = x.x[c], x.x[c] = other;
-                        }
-                }
+        for (int n = 0; n < SIXTEENS; n++)
 #pragma unroll
-                for (int c = 0; c < row_scores::C; c++)
-                    S[c / 2][c % 2 * 2 + 1] = x.x[c];
-            };
-            const bool extras = has_extras(a);
-            each_row([&](row_scores &x, int h) {
-                if (extras && x.first < x.last) {
-                    if (a.softcap > 0)
+            for (int c = 0; c < WIDTH / 32; c++) { /* which columns are summed together does not matter */
+                const char *const at = m.k[warp * OWN + n * 16];
+                const uint4 y = *(const uint4 *)(at + place_of<S::BYTES>(g, c * 4 + t)),
+                            y8 = *(const uint4 *)(at + place_of<S::BYTES>(g + 8, c * 4 + t));
+                multiply(x[n], { y.x, y8.x, y.y, y8.y }, Q[c].x, Q[c].y, T());
+                multiply(x[n], { y.z, y8.z, y.w, y8.w }, Q[c].z, Q[c].w, T());
+            }
+        __syncwarp();
+        ask_k(tile + 1);
+
+        /* do_row(scores, head) for the even row, then for the odd one. */
+        using scores = row_scores<2 * SIXTEENS>;
+        auto each_row = [&](auto do_row) {
+            scores y;
 #pragma unroll
-                        for (float &one : x.x)
-                            one = capped<row_scores::EXACT>(one, parts.scale_in_cap, 1.0f);
-                    finish_scores(x, a.softcap > 0 ? a.softcap : a.scale, a, s, head_of(a, s, h), false);
+            for (int c = 0; c < scores::C; c++)
+                y.x[c] = x[c / 2][c % 2 * 2];
+#pragma unroll 1
+            for (int j = 0; j < 2; j++) {
+                const own_row &row = m.row[2 * t + j];
+                y.i = row.i, y.n = n0 + g, y.first = row.low, y.last = row.high;
+                do_row(y, row.h);
+                if (j == 0)
+#pragma unroll
+                    for (int c = 0; c < scores::C; c++) {
+                        float &one = x[c / 2][c % 2 * 2], &other = x[c / 2][c % 2 * 2 + 1];
+                        one = y.x[c], y.x[c] = other;
+                    }
+            }
+#pragma unroll
+            for (int c = 0; c < scores::C; c++)
+                x[c / 2][c % 2 * 2 + 1] = y.x[c];
+        };
+        if (has_extras(a))
+            each_row([&](scores &y, int h) {
+                if (y.first >= y.last) {
+                    hide_outside_band(y);
                     return;
                 }
-                scale_scores(x, a.scale);
-                hide_outside_band(x);
+                if (a.softcap > 0)
+#pragma unroll
+                    for (float &one : y.x)
+                        one = capped<scores::EXACT>(one, parts.scale_in_cap, 1.0f);
+                finish_scores(y, a.softcap > 0 ? a.softcap : a.scale, a, s, head_of(a, s, h), false);
             });
+        else {
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                float top = -CUDART_INF_F, sum = 0.0f;
+            for (int n = 0; n < SIXTEENS; n++)
 #pragma unroll
-                for (int c = 0; c < row_scores::C; c++)
-                    top = fmaxf(top, S[c / 2][c % 2 * 2 + j]);
-                top = rows_max(top);
-                const float base = top == -CUDART_INF_F ? 0.0f : top;
+                for (int e = 0; e < 4; e++)
+                    x[n][e] *= a.scale;
+            if (n0 < m.all_first || n0 + OWN > m.all_last)
+                each_row([&](scores &y, int) { hide_outside_band(y); });
+        }
 #pragma unroll
-                for (int c = 0; c < row_scores::C; c++) {
-                    float &x = S[c / 2][c % 2 * 2 + j];
-                    x = exp2_fast((x - base) * LOG2E);
-                    sum += x;
-                }
-                sum = rows_sum(sum);
-                if (lane < 4)
-                    m.most[warp][2 * t + j] = top, m.sums[warp][2 * t + j] = sum;
+        for (int j = 0; j < 2; j++) {
+            float most = -CUDART_INF_F;
+#pragma unroll
+            for (int c = 0; c < scores::C; c++)
+                most = fmaxf(most, x[c / 2][c % 2 * 2 + j]);
+            most = rows_max(most);
+            if (g == 0)
+                m.most[warp][2 * t + j] = most;
+        }
+        __syncthreads();
+        float factor[2]; /* of what there is already */
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const float before = top[j];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                top[j] = fmaxf(top[j], m.most[w][2 * t + j]);
+            const float base = top[j] == -CUDART_INF_F ? 0.0f : top[j];
+            factor[j] = exp2_fast((before - base) * LOG2E);
+            sum[j] *= factor[j];
+#pragma unroll
+            for (int c = 0; c < scores::C; c++) {
+                float &y = x[c / 2][c % 2 * 2 + j];
+                y = exp2_fast((y - base) * LOG2E);
+                sum[j] += y;
             }
-            if (a.drop_below)
-                each_row([&](row_scores &x, int h) { drop_and_scale(x, a.keep_scale, a, s, head_of(a, s, h)); });
-            uint32_t P[TILES][2];
+        }
+        if (a.drop_below)
+            each_row([&](scores &y, int h) { drop_and_scale(y, a.keep_scale, a, s, head_of(a, s, h)); });
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-                    P[tile][j] = transpose_matrix(pack<T>(S[tile][2 * j], S[tile][2 * j + 1]));
-
-            float probe = 0.0f; /* NaN where any of O is not finite */
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; chunk++) {
-                float O[4][4] = {};
-#pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    const int piece = PIECES + chunk * TILES + tile;
-                    const uint4(&x)[4] = ring[piece % AHEAD];
-#pragma unroll
-                    for (int w = 0; w < 4; w++) { /* two columns */
-                        const uint32_t y[4] = { word(x[0], w), word(x[1], w), word(x[2], w), word(x[3], w) };
-                        multiply(O[w],
-                                 { __byte_perm(y[0], y[1], 0x5410), __byte_perm(y[0], y[1], 0x7632),
-                                   __byte_perm(y[2], y[3], 0x5410), __byte_perm(y[2], y[3], 0x7632) },
-                                 P[tile][0], P[tile][1], T());
-                    }
-                    ask(ring[piece % AHEAD], piece + AHEAD);
-                }
-#pragma unroll
-                for (int w = 0; w < 4; w++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        probe = fmaf(O[w][j], 0.0f, fmaf(O[w][j + 2], 0.0f, probe));
-                        if (2 * t + j < m.rows)
-                            *(float2 *)&m.o[warp][2 * t + j][place_of(chunk * 64 + g * 8 + w * 2)] = make_float2(
-                                O[w][j], O[w][j + 2]);
-                    }
-            }
-            if (__any_sync(~0u, probe != 0.0f)) {
-                __syncwarp();
-                sum_visible<T, WIDTH>(m.o[warp], P, m.v + to, a.Dv, m.rows);
-            }
-        } else if (lane < ROWS)
-            m.most[warp][lane] = -CUDART_INF_F, m.sums[warp][lane] = 0.0f;
+        for (int c = 0; c < scores::C; c++)
+            *(uint32_t *)(m.p[g] + (warp * OWN + 8 * c + 2 * t) *
+                                       2) = transpose_matrix(pack<T>(x[c / 2][c % 2 * 2], x[c / 2][c % 2 * 2 + 1]));
+        wait_copies<1>();
         __syncthreads();
 
-        if (part == m.first_part)
-            wait_for_last(); /* for warps that have not yet */
-        join_warps(m, parts, a, part - m.first_part);
+        /* Sums over every other 16 keys, where there would be one alone, so that products need not wait for each other. */
+        constexpr int SUMS = COLUMNS > 16 ? 1 : 2;
+        float more[SUMS][COLUMNS / 16][4] = {}, probe = 0.0f; /* NaN where any of it is not finite */
+#pragma unroll
+        for (int n = 0; n < KEYS; n += 32) {
+            uint32_t P[4];
+            load_matrices(P, shared_address(m.p[lane % 8] + (n + lane / 8 * 8) * 2));
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int c = 0; c < COLUMNS / 16; c++) {
+                    uint32_t y[4];
+                    load_matrices_transposed(y, shared_address(m.v[n + half * 16]) +
+                                                    place_of<S::BYTES>(lane % 8 + lane / 16 * 8,
+                                                                       (warp * COLUMNS / 16 + c) * 2 + lane / 8 % 2));
+                    multiply(more[half % SUMS][c], y, P[2 * half], P[2 * half + 1], T());
+                }
+        }
+#pragma unroll
+        for (int c = 0; c < COLUMNS / 16; c++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                probe = fmaf(SUMS > 1 ? more[0][c][e] += more[SUMS - 1][c][e] : more[0][c][e], 0.0f, probe);
+        if (__any_sync(~0u, probe != 0.0f))
+#pragma unroll
+            for (int c = 0; c < COLUMNS / 16; c++)
+#pragma unroll
+                for (int e = 0; e < 4; e += 2)
+                    sum_visible<T>(more[0][c][e], more[0][c][e + 1], m, 2 * t, warp * COLUMNS + c * 16 + e * 4 + g);
+#pragma unroll
+        for (int c = 0; c < COLUMNS / 16; c++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                O[c][e] = factor[e % 2] == 0.0f ? more[0][c][e] : fmaf(O[c][e], factor[e % 2], more[0][c][e]);
         __syncthreads();
+        ask_v(tile + 1);
     }
-    if (parts.each < parts.count)
-        return;
-    const part_results all = { parts.count, parts.o, parts.most, parts.sums, (int64_t)a.B * a.Hq * a.Sq, a.Dv };
-#pragma unroll 1
-    for (int unit = warp; unit < m.rows * (WIDTH / 32); unit += WARPS) {
-        const own_row &row = m.row[unit / (WIDTH / 32)];
-        if (row.i < s.rows)
-            merge_columns<1>(a, s, row.h, row.i, all, row.result, unit % (WIDTH / 32) * 32 + lane);
+
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        sum[j] = rows_sum(sum[j]);
+        if (g == 0)
+            m.sums[warp][2 * t + j] = sum[j];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        if (2 * t + j >= rows)
+            break;
+        const int64_t result = m.row[2 * t + j].result;
+#pragma unroll
+        for (int c = 0; c < COLUMNS / 8; c++) {
+            const int column = warp * COLUMNS + c * 8 + g;
+            if (column < a.Dv)
+                parts.o[result * a.Dv + column] = O[c / 2][c % 2 * 2 + j];
+        }
+        if (threadIdx.x < 4) {
+            float all = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++)
+                all += m.sums[w][2 * t + j];
+            parts.most[result] = all == all ? top[j] : 0.0f; /* a NaN is to be seen */
+            parts.sums[result] = all;
+        }
     }
 }
 
-/* How many parts a block has: one, but where blocks of a few are all at once on the GPU, those, and where a head has only two,
- * both, which saves the launch that merges them. More of them one after the other is slower than blocks that take turns. */
-static int parts_of_each(const args &a, int count, int blocks_at_once, const heed_plan *plan)
+template <class T, int WIDTH>
+static heed_status run_wide(const args &a, parts_of_keys parts, const heed_plan *plan, const heed_exec *x)
 {
-    const int64_t heads = (int64_t)a.B * a.Hk * tiles_of((int64_t)a.G * a.Sq, ROWS);
-    const int64_t turns = tiles_of(heads * count, (int64_t)blocks_at_once * HEED_MAX(plan->device.units, 1));
-    return turns <= 4 ? (int)HEED_MIN(HEED_MAX(turns, 1), count) : count <= 2 ? count : 1;
-}
-
-template <class T, int WIDTH, int BLOCKS>
-static heed_status run_wide(const args &a, parts_of_keys parts, const heed_plan *plan, const heed_exec *x, bool *merged)
-{
-    parts.each = parts_of_each(a, parts.count, BLOCKS, plan);
+    static_assert(sizeof(shared_decode<WIDTH>) <= HEED_SHARED_SMALL);
     parts.scale_in_cap = a.scale / a.softcap;
-    *merged = parts.each >= parts.count;
-    return launch_parts(decode_mma<T, WIDTH, 4, BLOCKS>, ROWS, THREADS, sizeof(shared_decode<WIDTH>), a, parts, plan,
-                        x);
+    return launch_parts(decode_mma<T, WIDTH>, ROWS, THREADS, sizeof(shared_decode<WIDTH>), a, parts, plan, x);
 }
 
 template <class T>
-static heed_status run(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x,
-                       bool *merged)
+static heed_status run(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
-    return width <= 64    ? run_wide<T, 64, 2>(a, parts, plan, x, merged)
-           : width <= 128 ? run_wide<T, 128, 2>(a, parts, plan, x, merged)
-                          : run_wide<T, 256, 1>(a, parts, plan, x, merged);
+    return width <= 64    ? run_wide<T, 64>(a, parts, plan, x)
+           : width <= 128 ? run_wide<T, 128>(a, parts, plan, x)
+                          : run_wide<T, 256>(a, parts, plan, x);
 }
 
-heed_status heed_cuda_decode_mma(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x,
-                                 bool *merged)
+heed_status heed_cuda_decode_mma(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x)
 {
-    return a.q.dtype == HEED_F16 ? run<__half>(a, parts, plan, x, merged)
-                                 : run<__nv_bfloat16>(a, parts, plan, x, merged);
+    return a.q.dtype == HEED_F16 ? run<__half>(a, parts, plan, x) : run<__nv_bfloat16>(a, parts, plan, x);
 }

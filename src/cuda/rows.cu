@@ -2,7 +2,6 @@
  * one pass over its tensors, bound by memory; sums are taken in a fixed order, and in fp64: delta is a difference of large
  * sums. */
 #include "launch.cuh"
-#include "merge.cuh"
 
 constexpr int WARPS = 8;
 
@@ -116,35 +115,130 @@ __global__ void merge_rows(const __grid_constant__ view o, const __grid_constant
         store(lse, lse_at, (float)(m + log(w + w2)));
 }
 
-/* A block has eight rows' 32 columns or, where there are more than 32 parts, one's. */
+struct part_results {
+    int count;                    /* of parts */
+    const float *o, *most, *sums; /* [part][row]; sums NULL: o is divided already, and most is lse */
+    int64_t rows;
+    int columns; /* of o */
+};
+
+/* Joins what parts of the keys gave for a row. A block has WARPS rows, a warp for each, or one, of which each warp has every
+ * WARPSth 32 parts. A lane has EACH columns. What there is to be summed is asked for before it is known what it weighs: there
+ * may be few rows, and nothing to do meanwhile. Which parts are summed together does not depend on how many follow that have
+ * seen nothing. */
+template <int EACH, bool ALONE>
 __global__ void __launch_bounds__(32 * WARPS)
-    merge_parts(const __grid_constant__ args a, const __grid_constant__ part_results all)
+    merge_parts(const __grid_constant__ args a, const __grid_constant__ part_results p)
 {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = (all.columns + 31) / 32;
-    const bool alone = all.count <= 32;
-    const int64_t unit = alone ? (int64_t)blockIdx.x * WARPS + warp : blockIdx.x, row = unit / chunks;
-    const int c = (int)(unit % chunks) * 32 + lane;
+    constexpr int AT_ONCE = EACH > 1 ? 16 : 32, SHARE = ALONE ? 1 : WARPS;
+    __shared__ float all[SHARE][32 * EACH + 1];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = ALONE ? 0 : warp;
+    const int c = (int)(blockIdx.y * 32 + lane) * EACH;
+    const int64_t row = ALONE ? (int64_t)blockIdx.x * WARPS + warp : blockIdx.x, step = p.rows * p.columns;
     let_next_start();
     if (!a.uniform) /* else nothing of a sequence is in memory */
         wait_for_last();
-    const rows_shape n = { a.Hq, a.Sq, all.rows, all.columns };
-    const place p = place_of(n, min(row, n.count - 1));
-    const span s = span_of(a, (int)p.b);
+    const rows_shape n = { a.Hq, a.Sq, p.rows, p.columns };
+    const place at = place_of(n, min(row, n.count - 1));
+    const span s = span_of(a, (int)at.b);
     wait_for_last();
-    if (row >= n.count || p.i >= s.rows)
+    if (row >= n.count || at.i >= s.rows)
         return;
-    if (alone)
-        merge_columns<1>(a, s, (int)p.h, (int)p.i, all, row, c);
-    else
-        merge_columns<WARPS>(a, s, (int)p.h, (int)p.i, all, row, c);
+
+    float value[AT_ONCE][EACH], most, part_sum;
+    auto ask_values = [&](int first) {
+        const float *from = p.o + first * step + row * p.columns + min(c, p.columns - EACH);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++, from += step) {
+            if (k % 4 == 0 && first + k >= p.count)
+                break;
+            if (first + k >= p.count) {
+#pragma unroll
+                for (int e = 0; e < EACH; e++)
+                    value[k][e] = 0.0f;
+            } else if constexpr (EACH == 4)
+                *(float4 *)value[k] = *(const float4 *)from;
+            else
+                value[k][0] = *from;
+        }
+    };
+    auto ask_weights = [&](int first) {
+        const bool exists = first + lane < p.count;
+        most = exists ? p.most[(first + lane) * p.rows + row] : -CUDART_INF_F;
+        part_sum = !exists ? 0.0f : p.sums ? p.sums[(first + lane) * p.rows + row] : 1.0f;
+    };
+    ask_values(share * 32);
+    ask_weights(share * 32);
+    const float sink = a.sink.data ? load(a.sink, row_at(a.sink, 0, at.h, 0)) : -CUDART_INF_F;
+    float m = most, x[EACH] = {}, sum = 0.0f, weight_of_lane = 0.0f;
+    if constexpr (!ALONE)
+#pragma unroll 8
+        for (int part = lane; part < p.count; part += 32)
+            m = fmaxf(m, p.most[part * p.rows + row]);
+#pragma unroll
+    for (int other = 16; other; other /= 2)
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
+    const bool seen = m != -CUDART_INF_F;
+    m = fmaxf(m, sink);
+    for (int first = share * 32; seen && first < p.count;) {
+        if (first % 32 == 0)
+            weight_of_lane = expf(most - m), sum += weight_of_lane * part_sum;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            if (k % 4 == 0 && first + k >= p.count)
+                break;
+            const float weight = __shfl_sync(~0u, weight_of_lane, (first + k) % 32);
+#pragma unroll
+            for (int e = 0; e < EACH; e++)
+                x[e] += weight == 0.0f ? 0.0f : weight * value[k][e];
+        }
+        first += AT_ONCE;
+        if (first % 32 == 0) {
+            first += (SHARE - 1) * 32;
+            if (ALONE || first >= p.count)
+                break;
+            ask_weights(first);
+        }
+        ask_values(first);
+    }
+#pragma unroll
+    for (int other = 16; other; other /= 2)
+        sum += __shfl_xor_sync(~0u, sum, other);
+    if constexpr (!ALONE) {
+#pragma unroll
+        for (int e = 0; e < EACH; e++)
+            all[warp][lane * EACH + e] = x[e];
+        all[warp][32 * EACH] = sum;
+        __syncthreads();
+        if (warp)
+            return;
+        for (int other = 1; other < WARPS; other++) {
+#pragma unroll
+            for (int e = 0; e < EACH; e++)
+                x[e] += all[other][lane * EACH + e];
+            sum += all[other][32 * EACH];
+        }
+    }
+    sum += seen ? expf(sink - m) : 0.0f;
+    const int64_t to = row_at(a.o, s.q_batch, at.h, s.q_row + at.i);
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        if (c + e < p.columns)
+            store(a.o, to + (c + e) * a.o.stride[3], seen ? x[e] / sum : 0.0f);
+    if (a.lse.data && c == 0)
+        store(a.lse, row_at(a.lse, s.q_batch, at.h, s.q_row + at.i), seen ? m + logf(sum) : -CUDART_INF_F);
 }
 
 heed_status heed_cuda_merge_parts(const args &a, int parts, const float *o, const float *lse, const float *sums,
                                   const heed_plan *plan, const heed_exec *x)
 {
     const part_results all = { parts, o, lse, sums, (int64_t)a.B * a.Hq * a.Sq, a.Dv };
-    const int64_t units = all.rows * tiles_of(a.Dv, 32), blocks = parts <= 32 ? tiles_of(units, WARPS) : units;
-    return launch_early(merge_parts, dim3((unsigned)blocks), dim3(32 * WARPS), 0, plan, x, a, all);
+    const bool alone = parts <= 32; /* many such rows are met with fewer instructions, few by more warps */
+    const bool fours = alone && all.rows >= 8 * plan->device.units && a.Dv % 4 == 0;
+    const auto kernel = fours ? merge_parts<4, true> : alone ? merge_parts<1, true> : merge_parts<1, false>;
+    const dim3 blocks((unsigned)(alone ? tiles_of(all.rows, WARPS) : all.rows),
+                      (unsigned)tiles_of(a.Dv, fours ? 128 : 32));
+    return launch_early(kernel, blocks, dim3(32 * WARPS), 0, plan, x, a, all);
 }
 
 /* ---- The sink's gradient ----------------------------------------------------------------------------------------- */
