@@ -181,4 +181,6 @@ def attention_with_kvcache(
         return _api._attention(return_lse, *arguments)
     prepared = _api._prepare(arguments)
     _append(k_cache, v_cache, k, v, cache_seqlens, block_table, lambda: _api._refuse(prepared))
+    if prepared.k is not k_cache or prepared.v is not v_cache:  # copies, for autocast, of the cache as it was before
+        prepared = _api._prepare(arguments)
     return _api._attend(return_lse, prepared)

@@ -104,6 +104,18 @@ def test_the_options_of_attention_apply(device):
     assert torch.equal(heed.attention_with_kvcache(q, k, v), heed.attention(q, k, v, layout="bshd"))
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_autocast_reads_what_was_just_appended(device, paged):
+    q, new_k, new_v = (3 * torch.randn(2, 1, 2, 8, device=device) for _ in range(3))
+    caches = [torch.randn(4, 8, 2, 8, device=device) if paged else torch.randn(2, 16, 2, 8, device=device) for _ in "kv"]
+    where = torch.tensor([3, 11], device=device), torch.tensor([[2, 0], [3, 1]], device=device) if paged else None
+    want = heed.attention_with_kvcache(q, *(t.clone() for t in caches), new_k, new_v, *where)
+    with torch.autocast(device, torch.bfloat16):
+        o = heed.attention_with_kvcache(q, *caches, new_k, new_v, *where)
+    assert o.dtype == torch.bfloat16
+    check_close("o", o, want, torch.bfloat16)
+
+
 def test_a_cache_says_what_is_wrong(device):
     q, cache, new = (torch.randn(2, n, 2, 8, device=device) for n in (1, 4, 1))
     lengths = torch.tensor([1, 2], device=device)
