@@ -172,6 +172,8 @@ def attention_with_kvcache(
         _refuse_gradient("bias", bias)
         _refuse_gradient("sink", sink)
     return_lse = flag("return_lse", return_lse)
+    if k is not None and not _api._is_torch(q):
+        cache_seqlens = cache_seqlens.astype("int64")  # to which k's rows can be added: 250 + 10 is 4 in uint8
     lengths = cache_seqlens if k is None else cache_seqlens + k.shape[1]
     arguments = Arguments(
         q, k_cache, v_cache, "bshd", causal, window, stride, mask, bias, scale, softcap, alibi_slopes, sink,

@@ -119,6 +119,15 @@ def test_a_cache_in_pages():
         np.testing.assert_allclose(o[b : b + 1].swapaxes(1, 2), naive(q[b : b + 1].swapaxes(1, 2), keys, values), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_lengths_of_a_cache_are_whole_numbers_of_any_type(kind):
+    q, k, v = arrays(1, 10, 4, 8)
+    caches = [rng.standard_normal((1, 300, 4, 8)).astype(np.float32) for _ in range(2)]
+    length = min(np.iinfo(kind).max, 250)
+    want = heed.attention_with_kvcache(q, *(c.copy() for c in caches), k, v, np.array([length], np.int32))
+    np.testing.assert_array_equal(heed.attention_with_kvcache(q, *caches, k, v, np.array([length], kind)), want)
+
+
 def test_dropout_follows_the_generator_of_numpy():
     q, k, v = arrays(1, 2, 20, 8)
     np.random.seed(0)
