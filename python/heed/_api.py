@@ -8,6 +8,7 @@ _arrays.py      NumPy and other arrays
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -266,5 +267,9 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def set_threads(threads: int) -> None:
-    """How many threads the CPU kernels use; 0: as many as OpenMP would."""
+    """How many threads the CPU kernels use; 0: as many as OpenMP would. A process made by fork() begins with 1."""
     _C.set_threads(threads)
+
+
+# OpenMP's threads stay behind in a fork, where it would wait for them without end. One thread does without OpenMP.
+os.register_at_fork(after_in_child=lambda: _C.set_threads(1))

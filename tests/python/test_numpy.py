@@ -210,6 +210,21 @@ for use in lambda: heed.attention(*[torch.Tensor()] * 3), lambda: heed.nn, lambd
     assert run.stdout.splitlines() == 3 * ["heed: torch is 2.3.1, expected 2.4 or later; NumPy arrays need none"]
 
 
+def test_a_fork_computes_too():
+    program = """
+import os, signal, heed, numpy as np
+q = np.random.standard_normal((2, 4, 128, 64)).astype(np.float32)
+heed.set_threads(2)
+o = heed.attention(q, q, q)
+child = os.fork()
+if not child:
+    signal.alarm(50)  # not to wait for ever
+    os._exit(0 if (heed.attention(q, q, q) == o).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
 def test_torch_may_come_later():
     if not hasattr(pytest.importorskip("torch").compiler, "substitute_in_graph"):
         pytest.skip("this PyTorch ends a graph before a function of C")
