@@ -99,7 +99,7 @@ def _is_seen(a: Arguments) -> bool:
     """Whether something watches or changes operators, so that the call has to be one."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
         return True
     return any(
         isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter)
@@ -205,7 +205,7 @@ _C.use_torch(
     torch.nn.Parameter,
     (getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), _capsule),
     (torch.empty_strided, getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None), _DTYPES),
-    (torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled),
+    (torch.is_grad_enabled, torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled, torch._C._is_tracing),
     vars(torch.autograd.forward_ad),
     torch._C._are_functorch_transforms_active,
     super(torch.autograd.Function, _Attention).apply,  # without the Python around it: the extension asks for functorch

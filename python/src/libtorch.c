@@ -65,6 +65,7 @@ void libtorch_find(void)
         { &libtorch.dispatch_modes, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv" },
         { &libtorch.functorch_layers, "_ZN2at9functorch20getDynamicLayerStackEv" },
         { &libtorch.forward_levels, "_ZN5torch8autograd14ForwardADLevel13has_any_levelEv" },
+        { &libtorch.tracing, "_ZN5torch3jit6tracer15getTracingStateEv" },
         { &libtorch.saved_hooks, "_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv" },
         { &libtorch.requires_grad, "_ZNK3c1010TensorImpl13requires_gradEv" },
         { &libtorch.is_neg, "_ZN2at6native6is_negERKNS_6TensorE" },

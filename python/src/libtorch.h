@@ -45,10 +45,11 @@ extern struct libtorch {
     const struct libtorch_vector *(*functorch_layers)(void); /* at::functorch::getDynamicLayerStack() */
     const struct libtorch_deque *(*saved_hooks)(void); /* at::SavedTensorDefaultHooks::get_tls_state(): its first */
     bool (*forward_levels)(void);                      /* torch::autograd::ForwardADLevel::has_any_level() */
-    bool (*requires_grad)(const void *impl);           /* c10::TensorImpl::requires_grad() const */
-    bool (*is_neg)(const void *tensor);                /* at::native::is_neg(const at::Tensor &) */
-    bool (*is_inference)(const void *tensor);          /* at::native::is_inference(const at::Tensor &) */
-    int64_t (*version_of)(const void *tensor);         /* at::TensorBase::_version() const; not of inference mode's */
+    void *const *(*tracing)(void); /* torch::jit::tracer::getTracingState(): a std::shared_ptr, its object first */
+    bool (*requires_grad)(const void *impl);   /* c10::TensorImpl::requires_grad() const */
+    bool (*is_neg)(const void *tensor);        /* at::native::is_neg(const at::Tensor &) */
+    bool (*is_inference)(const void *tensor);  /* at::native::is_inference(const at::Tensor &) */
+    int64_t (*version_of)(const void *tensor); /* at::TensorBase::_version() const; not of inference mode's */
     bool (*keeps_graph)(void); /* torch::autograd::get_current_graph_task_keep_graph(): there may be another backward */
     bool makes_tensors;        /* all that it takes is there */
     size_t tensor_at; /* where the at::Tensor is in Python's object for a tensor, in bytes; 0: that is not known, or a

@@ -7,7 +7,7 @@
 
 PyObject *torch_otherwise;
 static PyObject *apply, *backward_otherwise, *is_grad_enabled, *functorch_active, *dispatch_modes, *autocast,
-    *forward_ad;
+    *forward_ad, *is_tracing;
 static PyObject *s_current_level;
 
 /* An attribute of every object of a type, and how it is asked and set: quicker than to look for it in the type each time. */
@@ -127,9 +127,9 @@ PyObject *torch_use(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *tensor, *parameter, *exchange, *context;
-    if (!PyArg_ParseTuple(args, "OO(OO)(OOO)(OOO)OOOOOO", &tensor, &parameter, &exchange, &view_capsule_function,
+    if (!PyArg_ParseTuple(args, "OO(OO)(OOO)(OOOO)OOOOOO", &tensor, &parameter, &exchange, &view_capsule_function,
                           &memory_torch_empty_strided, &memory_torch_empty_cuda, &memory_torch_dtypes, &is_grad_enabled,
-                          &dispatch_modes, &autocast, &forward_ad, &functorch_active, &apply, &context,
+                          &dispatch_modes, &autocast, &is_tracing, &forward_ad, &functorch_active, &apply, &context,
                           &backward_otherwise, &ending_first_backward))
         return NULL;
     Py_INCREF(args); /* and with it all of them, for good */
@@ -187,6 +187,9 @@ static int has_modes(void)
                                      : is_true(autocast);
 }
 
+/* torch.jit.trace, which takes what it has not seen being computed for constants. */
+static int has_tracer(void) { return libtorch.tracing ? *libtorch.tracing() != NULL : is_true(is_tracing); }
+
 /* vmap, grad and the other transforms of torch.func. */
 static int has_transforms(void)
 {
@@ -227,7 +230,7 @@ static int is_ordinary(PyObject *const *args)
         return 0;
     if (!is_number(args[ARG_SCALE]) || !is_number(args[ARG_SOFTCAP]) || !is_number(args[ARG_DROPOUT_P]))
         return 0;
-    return !has_modes() && !has_tangents() && !has_transforms();
+    return !has_modes() && !has_tracer() && !has_tangents() && !has_transforms();
 }
 
 static int needs_autograd(PyObject *const *args)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import reference
@@ -358,6 +359,16 @@ def test_fake_tensors_and_dispatch_modes(device):
     with torch._subclasses.FakeTensorMode() as mode:
         o = heed.attention(*(mode.from_tensor(t) for t in (q, k, v)))
     assert type(o).__name__ == "FakeTensor" and o.shape == q.shape
+
+
+@both
+def test_a_trace_computes_anew(call, inputs_of, device):
+    inputs, others = inputs_of(device), [2 * t for t in inputs_of(device, grad=False)]
+    for grad in False, True:
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = torch.jit.trace(lambda q, k, v: call(q * 1.5, k, v, causal=True), inputs)
+        same([traced(*others)], [call(others[0] * 1.5, *others[1:], causal=True)])
 
 
 class Marked(torch.Tensor):
