@@ -162,7 +162,7 @@ for _name in ("setup_context", "_backward_cls", "clear_saved_tensors_on_access",
 
 
 def _backward_otherwise(ctx: Any, do: Any, dlse: Any) -> Any:
-    """The backward where only lse was used, or where a graph of it is asked for."""
+    """The backward where only lse was used, where a graph of it is asked for, or of tensors without memory of their own."""
     wants = [*ctx.needs_input_grad, False, False][:5]
     o, lse, arguments = _C.function_state(ctx)
     if do is None:

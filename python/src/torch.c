@@ -257,7 +257,7 @@ static int is_real(const call *c)
 
 /* ---- Forward ---------------------------------------------------------------------------------------------------- */
 
-/* Set where the last call of compute() on this thread failed before it had done anything. */
+/* Set where the last call of compute() or torch_gradients() on this thread failed before it had done anything. */
 static _Thread_local int not_understood;
 
 /* o, and lse where wanted, as new references. keep: where lse may go instead, if it can be hidden. */
@@ -442,6 +442,7 @@ int torch_gradients(const torch_given *given, const int *wants, int in_one, PyOb
               (given->lse && call_view_rows(&c, given->lse, "lse", &c.a.lse)) ||
               call_view(&c, given->d_o, "do", 0, &c.g.d_o) ||
               (given->d_lse != Py_None && call_view_rows(&c, given->d_lse, "dlse", &c.g.d_lse));
+    not_understood = bad;
     if (given->hidden_o)
         c.a.o = *given->hidden_o;
     if (given->hidden_lse)
@@ -580,6 +581,9 @@ static PyObject *function_backward(PyObject *ctx, PyObject *const *p, Py_ssize_t
                 Py_DECREF(made[i]);
             if (is_last())
                 let_go(others);
+        } else if (not_understood) { /* many at once, perhaps: torch.autograd.grad(is_grads_batched=True) */
+            PyErr_Clear();
+            result = call_otherwise(ctx, d_o, d_lse);
         }
     }
     Py_DECREF(kept);

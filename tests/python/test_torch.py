@@ -541,6 +541,24 @@ def test_second_derivatives_are_refused(device):
         heed.attention(dual, *inputs[1:])
 
 
+@both
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"sink": True}, {"dropout_p": 0.25, "dropout_seed": 3}])
+def test_gradients_of_many_at_once(call, inputs_of, options, device):
+    inputs = inputs_of(device)
+    if options.get("sink"):
+        inputs.append(torch.zeros(inputs[0].shape[1], device=device, requires_grad=True))
+        options = {"sink": inputs[-1]}
+    results = call(*inputs[:3], causal=True, **options)
+    results = results if isinstance(results, tuple) else (results,)
+    given = [torch.randn(3, *t.shape, device=device) for t in results]
+    got = torch.autograd.grad(results, inputs, given, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(results, inputs, g, retain_graph=True) for g in zip(*given, strict=True)]
+    want = [torch.stack(parts) for parts in zip(*one_by_one, strict=True)]
+    same(got, want, 1e-6)
+    got = torch.func.vmap(lambda *given: torch.autograd.grad(results, inputs, given, retain_graph=True))(*given)
+    same(got, want, 1e-6)
+
+
 def test_only_lse_may_be_used(device):
     q, k, v = qkv(device)
     _, lse = heed.attention(q, k, v, return_lse=True)
