@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 
 from heed import _api, _torch
@@ -13,6 +16,14 @@ def _with_batch(t: torch.Tensor, batch: torch.Size) -> torch.Tensor:
     t = t if t.dim() > 2 else t[None]
     t = t.expand(*batch, *t.shape[-3:])
     return t.reshape(-1, *t.shape[-3:]) if len(batch) != 1 else t
+
+
+def _alignment(attn_mask: Any) -> str | None:
+    """Of a CausalBias of torch.nn.attention.bias, which says what it is and holds no numbers; None of all others."""
+    bias = sys.modules.get("torch.nn.attention.bias")
+    if bias is None or not isinstance(attn_mask, bias.CausalBias):
+        return None
+    return "top_left" if attn_mask.variant == bias.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
 def scaled_dot_product_attention(
@@ -29,18 +40,20 @@ def scaled_dot_product_attention(
 
     query: [..., H, S, D], key: [..., G, T, D], value: [..., G, T, Dv]; the result is [..., H, S, Dv]. G is H, or, with
     enable_gqa, a divisor of it. attn_mask broadcasts to [..., H, S, T]: bool (True: attend) or numbers that are added to the
-    scores. is_causal aligns to the top left corner: row i sees keys 0 to i.
+    scores; or it is a causal_upper_left or causal_lower_right of torch.nn.attention.bias. is_causal aligns to the top left
+    corner: row i sees keys 0 to i.
     """
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: expected None where is_causal is set")
+    causal = "top_left" if is_causal else _alignment(attn_mask) or False
+    attn_mask = None if causal else attn_mask
     given = (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask))
     for name, t in given if attn_mask is not None else given[:3]:
         if not isinstance(t, torch.Tensor) or t.is_nested:  # has no shape; the rest is asked where it matters
             _torch.check(name, t)
     mask = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
     bias = attn_mask if mask is None else None
-    causal = "top_left" if is_causal else False
     same = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
     if same and (attn_mask is None or attn_mask.dim() <= 4) and (enable_gqa or query.shape[1] == key.shape[1]):
         return _api.attention(query, key, value, causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)

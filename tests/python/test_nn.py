@@ -57,6 +57,18 @@ def test_scaled_dot_product_attention_is_that_of_torch(data, device):
         check_close("gradient", a, b, dtype)
 
 
+@pytest.mark.parametrize(("S", "T"), [(5, 7), (6, 6)])
+def test_a_causal_bias_of_torch_is_causal(S, T, device):
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    q, k = torch.randn(2, 4, S, 8, device=device), torch.randn(2, 1, T, 8, device=device)
+    upper, lower = bias.causal_upper_left(S, T), bias.causal_lower_right(S, T)
+    o = heed.scaled_dot_product_attention(q, k, k, upper)
+    assert torch.equal(o, heed.scaled_dot_product_attention(q, k, k, is_causal=True))
+    assert torch.equal(heed.scaled_dot_product_attention(q, k, k, lower), heed.attention(q, k, k, causal=True))
+    with pytest.raises(ValueError, match="attn_mask: expected None"):
+        heed.scaled_dot_product_attention(q, k, k, upper, is_causal=True)
+
+
 def test_scaled_dot_product_attention_broadcasts_and_refuses(device):
     q, k = torch.randn(2, 3, 4, 5, 8, device=device), torch.randn(1, 1, 4, 7, 8, device=device)
     assert torch.allclose(
