@@ -55,7 +55,7 @@ def scaled_dot_product_attention(
     mask = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
     bias = attn_mask if mask is None else None
     same = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
-    if same and (attn_mask is None or attn_mask.dim() <= 4) and (enable_gqa or query.shape[1] == key.shape[1]):
+    if same and (attn_mask is None or attn_mask.dim() <= 4) and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
         return _api.attention(query, key, value, causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
 
     for name, t in given[:3]:

@@ -77,6 +77,10 @@ def test_scaled_dot_product_attention_broadcasts_and_refuses(device):
     mask = torch.rand(2, 1, 4, 5, 7, device=device) > 0.3
     want = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
     assert torch.allclose(heed.scaled_dot_product_attention(q, k, k, attn_mask=mask), want, atol=1e-5)
+    q4, k4 = q[0], k[0].expand(3, -1, -1, -1)
+    for key, value in (k4, k4[:, :1]), (k4[:, :1], k4):
+        want = F.scaled_dot_product_attention(q4, key.expand_as(k4), value.expand_as(k4))
+        assert torch.allclose(heed.scaled_dot_product_attention(q4, key, value), want, atol=1e-5)
     with pytest.raises(ValueError, match="attn_mask: expected None"):
         heed.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=True)
     with pytest.raises(ValueError, match="key: has 2 heads, query has 4"):
