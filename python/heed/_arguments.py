@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 
@@ -71,6 +72,13 @@ def whole(name: str, value: Any) -> int:
     if not 1 <= value < 1 << 63:
         raise ValueError(f"{name}: is {value}, expected 1 or more, in 64 bits")
     return value
+
+
+def seed_of(value: Any) -> Any:
+    """A whole number of NumPy's as one of Python's. Tensors and arrays, which may be on a GPU, stay what they are."""
+    if isinstance(value, int) or not hasattr(value, "__index__") or hasattr(value, "__dlpack__"):
+        return value
+    return operator.index(value)
 
 
 def flag(name: str, value: Any) -> bool:

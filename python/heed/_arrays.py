@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from heed import _C
-from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, type_name
+from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, seed_of, type_name
 
 
 _HOST = (1, 3)  # of DLPack's devices: the CPU, and memory of it that is pinned for CUDA
@@ -55,11 +55,17 @@ def check(name: str, value: Any, q: Any) -> None:
         raise TypeError(f"{name}: is a {type_name(value)}, expected an array without a mask (see mask for hidden keys)")
 
 
+def _is_seed(name: str, value: Any) -> bool:
+    """A number, of the arguments that are arrays."""
+    return name == "dropout_seed" and isinstance(value, int)
+
+
 def _prepare(a: Arguments) -> Arguments:
     """All arrays of one library; small integer and per-head arrays in the types that the kernels read."""
+    a = a._replace(dropout_seed=seed_of(a.dropout_seed))
     for name in TENSORS:
         value = getattr(a, name)
-        if name == "q" or (value is not None and not isinstance(value, int)):
+        if name == "q" or (value is not None and not _is_seed(name, value)):
             check(name, value, a.q)
     xp = _namespace(a.q)
     changes: dict[str, Any] = {}
@@ -72,6 +78,8 @@ def _prepare(a: Arguments) -> Arguments:
         if name in INTEGERS and value.dtype.itemsize > 2:  # what int32 cannot say is refused, not taken for another number
             value = value.clip(0 if value.dtype.kind == "u" else -1, (1 << 31) - 1)
         changes[name] = xp.ascontiguousarray(value, dtype=xp.int32 if name in INTEGERS else xp.float32)
+    if hasattr(a.dropout_seed, "reshape"):
+        changes["dropout_seed"] = a.dropout_seed.reshape(-1)
     if a.dropout_seed is None and drops(a):
         import numpy
 
@@ -92,7 +100,7 @@ def _all_to_numpy(a: Arguments) -> Arguments:
     changes: dict[str, Any] = {
         name: _to_numpy(name, value)
         for name in TENSORS
-        if (value := getattr(a, name)) is not None and not isinstance(value, int)
+        if (value := getattr(a, name)) is not None and not _is_seed(name, value)
     }
     return a._replace(**changes)
 

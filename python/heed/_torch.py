@@ -13,7 +13,7 @@ if not hasattr(torch.library, "register_autograd"):  # before anything is regist
     raise ImportError(f"heed: torch is {torch.__version__}, expected 2.4 or later; NumPy arrays need none")
 
 from heed import _C, _api, _ops
-from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, replace, type_name
+from heed._arguments import INTEGERS, PER_HEAD, TENSORS, Arguments, drops, replace, seed_of, type_name
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -50,6 +50,8 @@ def check(name: str, t: Any) -> None:
 def _prepare(a: Arguments) -> Arguments:
     """Types and devices checked; autocast applied; small tensors in the types that the kernels read; dropout seeded."""
     changes: dict[str, Any] = {}
+    if a.dropout_seed is not None:
+        a = replace(a, {"dropout_seed": seed_of(a.dropout_seed)})
     for name in TENSORS:
         t = getattr(a, name)
         if t is None or (name == "dropout_seed" and isinstance(t, int)):

@@ -137,6 +137,13 @@ def test_dropout_follows_the_generator_of_numpy():
     assert (a != heed.attention(q, k, v, dropout_p=0.5)).any()
 
 
+def test_a_seed_is_any_whole_number():
+    q, k, v = arrays(1, 2, 20, 8)
+    want = heed.attention(q, k, v, dropout_p=0.5, dropout_seed=5)
+    for seed in np.int64(5), np.uint8(5), np.array(5), np.array([5]), np.array([[5]]):
+        np.testing.assert_array_equal(heed.attention(q, k, v, dropout_p=0.5, dropout_seed=seed), want)
+
+
 def test_packed_sequences():
     q, k, v = (a[0] for a in arrays(1, 9, 2, 8))
     cu = np.array([0, 4, 9])
@@ -158,6 +165,9 @@ def test_wrong_arguments():
         (ValueError, "head_dim is 3", lambda: heed.attention(q, k[..., :3], v)),
         (ValueError, "q: has 5 dimensions", lambda: heed.attention(q[None], k, v)),
         (TypeError, "lengths_k: dtype is float64", lambda: heed.attention(q, k, v, lengths_k=np.ones(1))),
+        (TypeError, "lengths_k: is a int", lambda: heed.attention(q, k, v, lengths_k=3)),
+        (TypeError, "mask: is a bool", lambda: heed.attention(q, k, v, mask=True)),
+        (TypeError, "dropout_seed: is a float", lambda: heed.attention(q, k, v, dropout_p=0.5, dropout_seed=5.0)),
         (ValueError, "lengths_k", lambda: heed.attention(q, k, v, lengths_k=np.array([(1 << 32) + 1]))),
         (ValueError, "lengths_k", lambda: heed.attention(q, k, v, lengths_k=np.array([1 << 63], np.uint64))),
         (TypeError, "k: is a numpy.ma", lambda: heed.attention(q, np.ma.masked_array(k, k > 0), v)),

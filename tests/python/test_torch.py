@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -513,6 +514,7 @@ def test_a_seed_is_a_tensor_of_one_element_in_any_shape(device):
     for shape in (), (1,), (1, 1):
         seed = torch.full(shape, 5, device=device)
         same([heed.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)], [want])
+    same([heed.attention(q, k, v, dropout_p=0.5, dropout_seed=np.int64(5))], [want])
 
 
 # ---- Autograd ----------------------------------------------------------------------------------------------------------
