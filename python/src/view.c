@@ -101,7 +101,7 @@ static int open_buffer(view *v, PyObject *object, const char *name, int writable
 {
     Py_buffer *b = &v->held.buffer;
     if (PyObject_GetBuffer(object, b, PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0))) {
-        if (PyErr_ExceptionMatches(PyExc_BufferError))
+        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) /* NumPy's */
             fail_closed(object, name, writable);
         return -1;
     }
