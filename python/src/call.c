@@ -2,16 +2,53 @@
 #include "ending.h"
 #include "memory.h"
 
+#include <stdio.h>
 #include <string.h>
 
 PyObject *call_names[ARGUMENTS], *call_defaults[ARGUMENTS];
 
+/* An argument's name in Python, where the library has another; else NULL. */
+static const char *python_name(const char *word, size_t length)
+{
+    static const char *const names[][2] = {
+        { "alibi", "alibi_slopes" },
+        { "dropout", "dropout_p" },
+        { "dropout_seed_at", "dropout_seed" },
+        { "offsets_q", "cu_seqlens_q" },
+        { "offsets_k", "cu_seqlens_k" },
+        { "max_rows", "max_seqlen_q" },
+        { "max_keys", "max_seqlen_k" },
+        { "d_o", "do" },
+        { "d_lse", "dlse" },
+    };
+    for (size_t n = 0; n < sizeof names / sizeof *names; n++)
+        if (strlen(names[n][0]) == length && !memcmp(names[n][0], word, length))
+            return names[n][1];
+    return NULL;
+}
+
+/* The library's last message, with the names that Python has. */
+static void tell(char *text, size_t size)
+{
+    const char *from = heed_last_error();
+    for (size_t used = 0; *from && used < size;) {
+        size_t length = strspn(from, "abcdefghijklmnopqrstuvwxyz_");
+        const char *name = python_name(from, length);
+        length = length ? length : 1;
+        used += (size_t)snprintf(text + used, size - used, "%.*s", name ? (int)strlen(name) : (int)length,
+                                 name ? name : from);
+        from += length;
+    }
+}
+
 int call_fail(heed_status status)
 {
+    char text[512] = "";
     PyObject *type = status == HEED_BAD_ARGUMENT  ? PyExc_ValueError
                      : status == HEED_UNSUPPORTED ? PyExc_NotImplementedError
                                                   : PyExc_RuntimeError;
-    PyErr_SetString(type, heed_last_error());
+    tell(text, sizeof text);
+    PyErr_SetString(type, text);
     return -1;
 }
 

@@ -67,12 +67,12 @@ def message(kind, text, *arguments, function=heed.attention, **options):
         (ValueError, "scale: requires a gradient", {"scale": torch.ones((), requires_grad=True)}),
         (ValueError, "softcap", {"softcap": -1.0}),
         (ValueError, "softcap: requires a gradient", {"softcap": torch.ones((), requires_grad=True)}),
-        (ValueError, "alibi", {"alibi_slopes": torch.ones(3)}),
+        (ValueError, "alibi_slopes: heads is 3", {"alibi_slopes": torch.ones(3)}),
         (ValueError, "alibi_slopes: requires a gradient", {"alibi_slopes": torch.ones(4, requires_grad=True)}),
         (ValueError, "sink", {"sink": torch.ones(3)}),
         (ValueError, "sink: has 2 dimensions", {"sink": torch.ones(2, 4)}),
-        (ValueError, "dropout", {"dropout_p": 1.5, "dropout_seed": 1}),
-        (ValueError, "dropout", {"dropout_p": -0.5, "dropout_seed": 1}),
+        (ValueError, "dropout_p: is 1.5, expected 0", {"dropout_p": 1.5, "dropout_seed": 1}),
+        (ValueError, "dropout_p: is -0.5, expected 0", {"dropout_p": -0.5, "dropout_seed": 1}),
         (TypeError, "dropout_p: is 'half'", {"dropout_p": "half"}),
         (TypeError, "lengths_k: dtype is torch.float32", {"lengths_k": torch.ones(2)}),
         (ValueError, "lengths_q: expected 2 numbers", {"lengths_q": torch.ones(3, dtype=torch.int32)}),
@@ -144,16 +144,17 @@ def test_packed_sequences_say_what_is_wrong():
     message(TypeError, "cu_seqlens_q: dtype", x, x, x, cu.float(), cu, 4, 4, function=varlen)
     message(TypeError, "max_seqlen_q: is None", x, x, x, cu, cu, None, 4, function=varlen)
     message(ValueError, "max_seqlen_k: is -1", x, x, x, cu, cu, 4, -1, function=varlen)
+    message(ValueError, "max_seqlen_k: is 0, expected the length", x, x, x, cu, cu, 4, 0, function=varlen)
     message(ValueError, "cu_seqlens_q", x, x, x, None, cu, 4, 4, function=varlen)
-    message(ValueError, "max_rows|offsets_q|length", x, x, x, cu, cu, 2, 2, function=varlen)
-    message(ValueError, "offsets_q", x, x, x, torch.tensor([0, 2, 9]), cu, 4, 4, function=varlen)
-    message(ValueError, "offsets_q", x, x, x, torch.tensor([0, 4, 2]), cu, 4, 4, function=varlen)
+    message(ValueError, "cu_seqlens_q: sequence 1 has length 4, max_seqlen_q is 2", x, x, x, cu, cu, 2, 2, function=varlen)
+    message(ValueError, r"cu_seqlens_q\[2\]: is 9, there are 6", x, x, x, torch.tensor([0, 2, 9]), cu, 4, 4, function=varlen)
+    message(ValueError, r"cu_seqlens_q\[2\]: is 2, less than the 4", x, x, x, torch.tensor([0, 4, 2]), cu, 4, 4, function=varlen)
 
 
 def test_backward_says_what_is_wrong():
     o, lse = heed.attention(Q, Q, Q, return_lse=True)
     backward = heed.attention_backward
-    message(ValueError, "do|d_o", o[:1], Q, Q, Q, o, lse, function=backward)
+    message(ValueError, "do: batch is 1", o[:1], Q, Q, Q, o, lse, function=backward)
     message(ValueError, "lse: has 4 dimensions", o, Q, Q, Q, o, lse[..., None], function=backward)
     message(TypeError, "o: is a", o, Q, Q, Q, None, lse, function=backward)
     message(TypeError, "do: is a", o.numpy(), Q, Q, Q, o, lse, function=backward)

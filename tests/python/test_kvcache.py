@@ -143,7 +143,7 @@ def test_a_cache_says_what_is_wrong(device):
     for text, wrong in [
         ("mask: rows is 3", {"mask": torch.ones(3, 4, dtype=torch.bool, device=device)}),
         ("bias: dtype is int64", {"bias": torch.ones(1, 4, dtype=torch.int64, device=device)}),
-        ("alibi: heads is 3", {"alibi_slopes": torch.ones(3, device=device)}),
+        ("alibi_slopes: heads is 3", {"alibi_slopes": torch.ones(3, device=device)}),
         ("mask: is a list", {"mask": [True]}),
         ("stride: is 0", {"stride": 0}),
         ("window: is 3", {"window": 3}),
