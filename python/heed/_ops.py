@@ -82,12 +82,21 @@ for device in ("CPU", "CUDA"):
     _library.impl("attention_backward", _backward, device)
 
 
+def _holds(condition: Any, otherwise: bool) -> bool:
+    """A condition on sizes; `otherwise` where a tracer knows them only when the numbers are there, as after x[mask]."""
+    try:
+        return bool(condition)
+    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
+        return otherwise
+
+
 def _packed_like(q: torch.Tensor, layout: str, columns: Any) -> torch.Tensor:
     """The memory order of o, as call_new_o() in call.c has it."""
     shape = [*q.shape[:-1], columns]
     outer = 0 if layout == "thd" else 1
     inner = outer + 1
-    if q.shape[inner] > 1 and q.shape[outer] > 1 and q.stride(inner) > q.stride(outer):
+    long = _holds(q.shape[inner] > 1, True) and _holds(q.shape[outer] > 1, True)  # the strides of others do not matter
+    if long and _holds(q.stride(inner) > q.stride(outer), False):
         shape[inner], shape[outer] = shape[outer], shape[inner]
         return q.new_empty(shape).transpose(inner, outer)
     return q.new_empty(shape)

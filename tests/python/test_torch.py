@@ -186,6 +186,29 @@ def test_compiles_with_changing_sizes(device):
     assert counts[0] == counts[-1], "no graph is made anew"
 
 
+@traced
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_compiles_with_sizes_that_only_the_numbers_tell(device, dim):
+    torch._dynamo.reset()
+    (q,) = make(device, (4, 6, 8, 4))
+
+    def call(q, keep, cu):
+        part = q[(slice(None),) * dim + (keep,)]
+        packed = part.flatten(0, 1)
+        packed = heed.attention_varlen(packed, packed, packed, cu, cu, 24, 24)
+        return packed, heed.attention(part, part, part, layout="bshd"), heed.attention(*3 * (part.transpose(1, 2),))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        f = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for size in 4, 1:
+            keep = torch.arange(q.shape[dim], device=device) < size
+            rows = (6 * size, 4 * size, 24)[dim]
+            cu = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device=device)
+            got, want = f(q, keep, cu), call(q, keep, cu)
+            same(got, want)
+            same(*(torch.autograd.grad(sum(t.square().sum() for t in results), q) for results in (got, want)), 1e-6)
+
+
 class Layer(torch.nn.Module):
     def forward(self, q, k, v):
         return heed.attention(q, k, v, causal=True, layout="bshd")
