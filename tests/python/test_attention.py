@@ -212,6 +212,34 @@ def test_packed_sequences_take_biases_masks_and_backward(device):
         check_close("gradient", a, b, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [10, 400])
+def test_packed_rows_of_no_sequence_give_zero(device, dtype, rows):
+    if device != "cpu":
+        pytest.skip("on a GPU they are not written")
+
+    def spoil():  # what lies in new memory is what was last in it
+        assert [torch.full((n, 4, 16), torch.nan, dtype=kind) for n in (rows, 3 * rows) for kind in (dtype, torch.float32) * 9]
+
+    q, k, v = (torch.randn(rows, heads, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    cu_q, cu_k = torch.tensor([2, 5, 7], dtype=torch.int32), torch.tensor([0, 6, 9], dtype=torch.int32)
+    arguments = cu_q, cu_k, 3, 6
+    want = heed.attention_varlen(q[2:7], k[:9], v[:9], cu_q - 2, *arguments[1:], return_lse=True)
+    for inputs in (q, k, v), [t.detach() for t in (q, k, v)]:
+        spoil()
+        o, lse = heed.attention_varlen(*inputs, *arguments, return_lse=True)
+        assert torch.equal(o[2:7], want[0]) and torch.equal(lse[:, 2:7], want[1])
+        assert not o[:2].any() and not o[7:].any()
+        assert (lse[:, :2] == -torch.inf).all() and (lse[:, 7:] == -torch.inf).all()
+    spoil()
+    o = heed.attention_varlen(q, k, v, *arguments)
+    assert torch.equal(o[2:7], want[0]) and not o[:2].any() and not o[7:].any()
+    spoil()
+    grads = torch.autograd.grad(o.square().sum(), (q, k, v))
+    for grad, wanted in zip(grads, torch.autograd.grad(want[0].square().sum(), (q, k, v)), strict=True):
+        assert torch.equal(grad, wanted)
+
+
 def test_lengths_shorten_packed_keys(device):
     q, k = torch.randn(3, 1, 8, device=device), torch.randn(10, 1, 8, device=device)
     cu_q, cu_k = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, 1, 3], [0, 4, 10]))
