@@ -49,14 +49,19 @@ def _prepare(arguments: Arguments) -> Arguments:
     return _arrays._prepare(arguments)
 
 
+def _is_seen(prepared: Arguments) -> bool:
+    """Whether a tracer or the like watches the call."""
+    if not _is_torch(prepared.q):
+        return False
+    from heed import _torch
+
+    return _torch._is_seen(prepared)
+
+
 def _refuse(prepared: Arguments) -> None:
     """An error where _attend(..., prepared) would be one, before anything is computed. A tracer finds out later."""
-    if _is_torch(prepared.q):
-        from heed import _torch
-
-        if _torch._is_seen(prepared):
-            return
-    _C.explain(None, False, *prepared)
+    if not _is_seen(prepared):
+        _C.explain(None, False, *prepared)
 
 
 def _attend(return_lse: bool, prepared: Arguments) -> Any:

@@ -93,14 +93,24 @@ def _on(cache: Any) -> dict[str, Any]:
     return {"device": cache.device} if _api._is_torch(cache) else {}
 
 
-def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, lengths: Any, block_table: Any, check: Callable[[], Any]) -> None:
+def _append(
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    block_table: Any,
+    check: Callable[[], Any],
+    seen: bool = False,
+) -> None:
     """Writes k and v behind the keys that are there. On a GPU nothing waits, so a row that does not fit is dropped; on the
-    CPU it is an error. check: what else may be one, asked before anything is written."""
+    CPU it is an error. check: what else may be one, asked before anything is written. seen: by a tracer, which may have no
+    numbers to ask."""
     count = k.shape[1]
     if _api._is_torch(k_cache):
         import torch as xp
 
-        on_host = k_cache.device.type == "cpu" and not xp.compiler.is_compiling()
+        on_host = k_cache.device.type == "cpu" and not seen
         lengths = lengths.long()
         block_table = None if block_table is None else block_table.long()
     else:
@@ -182,7 +192,8 @@ def attention_with_kvcache(
     if k is None:
         return _api._attention(return_lse, *arguments)
     prepared = _api._prepare(arguments)
-    _append(k_cache, v_cache, k, v, cache_seqlens, block_table, lambda: _api._refuse(prepared))
+    check, seen = lambda: _api._refuse(prepared), _api._is_seen(prepared)
+    _append(k_cache, v_cache, k, v, cache_seqlens, block_table, check, seen)
     if prepared.k is not k_cache or prepared.v is not v_cache:  # copies, for autocast, of the cache as it was before
         prepared = _api._prepare(arguments)
     return _api._attend(return_lse, prepared)

@@ -382,7 +382,10 @@ def test_fake_tensors_and_dispatch_modes(device):
     assert "heed.attention.default" in record.seen
     with torch._subclasses.FakeTensorMode() as mode:
         o = heed.attention(*(mode.from_tensor(t) for t in (q, k, v)))
+        cache, lengths = torch.zeros(2, 16, 4, 8, device=device), torch.ones(2, dtype=torch.int32, device=device)
+        new = heed.attention_with_kvcache(o.transpose(1, 2), cache, cache, *2 * (o.transpose(1, 2),), lengths)
     assert type(o).__name__ == "FakeTensor" and o.shape == q.shape
+    assert type(new).__name__ == "FakeTensor" and new.shape == q.transpose(1, 2).shape
 
 
 @both
