@@ -170,6 +170,29 @@ def test_attention_module_has_these_parameters():
     assert names == ["q.weight", "q.bias", "kv.weight", "kv.bias", "out.weight", "out.bias"]
 
 
+def test_attention_module_with_other_layers_in_place(device):
+    class Quantized(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.in_features, self.bias = layer.in_features, layer.bias
+            self.step = layer.weight.detach().abs().max() / 127
+            self.rounded = (layer.weight.detach() / self.step).round().to(torch.int8)
+
+        def weight(self):  # PyTorch's is a method too
+            return self.rounded * self.step
+
+        def forward(self, x):
+            return F.linear(x, self.weight(), self.bias)
+
+    layer = heed.nn.Attention(16, 2, causal=True, device=device)
+    x = torch.randn(2, 5, 16, device=device)
+    want = layer(x)
+    layer.q, layer.kv, layer.out = map(Quantized, (layer.q, layer.kv, layer.out))
+    assert torch.allclose(layer(x), want, atol=0.05)
+    with pytest.raises(ValueError, match="x: has shape"):
+        layer(x[..., :3])
+
+
 def test_attention_module_options(device):
     torch.manual_seed(0)
     layer = heed.nn.Attention(16, 2, context_dim=10, head_dim=12, bias=False, dropout=0.5, device=device)
