@@ -68,6 +68,8 @@ def _check(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: An
             raise ValueError(f"{name}: has shape {list(new.shape)}, expected {expected}")
         if new.dtype != cache.dtype:
             raise TypeError(f"{name}: dtype is {new.dtype}, the cache has {cache.dtype}")
+        if not getattr(getattr(cache, "flags", None), "writeable", True):  # NumPy's
+            raise ValueError(f"{name}_cache: is read-only, expected one that {name} can be written into")
     if k.shape[1] > _capacity(k_cache, block_table):
         raise ValueError(f"k: has {k.shape[1]} rows, the cache holds {_capacity(k_cache, block_table)} of a sequence")
 

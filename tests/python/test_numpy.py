@@ -119,6 +119,16 @@ def test_a_cache_in_pages():
         np.testing.assert_allclose(o[b : b + 1].swapaxes(1, 2), naive(q[b : b + 1].swapaxes(1, 2), keys, values), atol=1e-5)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_cache_that_cannot_be_written_to_is_refused_before_the_other_is_written(which):
+    q, k, v = arrays(1, 1, 4, 8)
+    caches = [np.zeros((1, 8, 4, 8), np.float32) for _ in range(2)]
+    caches[which].flags.writeable = False
+    with pytest.raises(ValueError, match=("k_cache: is read-only", "v_cache: is read-only")[which]):
+        heed.attention_with_kvcache(q, *caches, k, v, np.array([2]))
+    assert not caches[1 - which].any()
+
+
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
 def test_lengths_of_a_cache_are_whole_numbers_of_any_type(kind):
     q, k, v = arrays(1, 10, 4, 8)
