@@ -90,11 +90,17 @@ def flag(name: str, value: Any) -> bool:
         raise TypeError(f"{name}: is a {type_name(value)}, expected True or False") from None
 
 
+def number(name: str, value: Any) -> float:
+    if isinstance(value, float):
+        return value
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except Exception:  # whatever it is that its __float__() says
+        pass
+    raise TypeError(f"{name}: is {value!r}, expected a number")
+
+
 def drops(a: Arguments) -> bool:
     """Whether the call has dropout."""
-    if isinstance(a.dropout_p, float):
-        return a.dropout_p != 0
-    try:
-        return float(a.dropout_p) != 0
-    except Exception:
-        raise TypeError(f"dropout_p: is {a.dropout_p!r}, expected a number") from None
+    return number("dropout_p", a.dropout_p) != 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from heed import _C
-from heed._arguments import Arguments, replace
+from heed._arguments import Arguments, flag, number, replace
 
 _PROBLEM = (
     "Tensor q, Tensor k, Tensor v, str layout, str causal, SymInt[]? window, SymInt stride, Tensor? mask, Tensor? bias, "
@@ -34,17 +34,21 @@ def to_op(a: Arguments) -> tuple[Any, ...]:
     if isinstance(seed, int):
         signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
         seed = torch.full((1,), signed, dtype=torch.int64, device=a.q.device)
+    if not isinstance(a.causal, (bool, str)):
+        raise TypeError(f"causal: is {a.causal!r}, expected True, False, 'bottom_right' or 'top_left'")
+    if not (a.window is None or isinstance(a.window, tuple)):
+        raise TypeError(f"window: is {a.window!r}, expected None or a tuple (left, right)")
     causal = a.causal if isinstance(a.causal, str) else "bottom_right" if a.causal else ""
     window = None if a.window is None else [-1 if side is None else side for side in a.window]
-    scale = None if a.scale is None else float(a.scale)
+    scale = None if a.scale is None else number("scale", a.scale)
     changes = {
         "causal": causal,
         "window": window,
         "scale": scale,
-        "softcap": float(a.softcap),
-        "dropout_p": float(a.dropout_p),
+        "softcap": number("softcap", a.softcap),
+        "dropout_p": number("dropout_p", a.dropout_p),
         "dropout_seed": seed,
-        "deterministic": bool(a.deterministic),
+        "deterministic": flag("deterministic", a.deterministic),
     }
     return tuple(replace(a, changes))
 

@@ -91,6 +91,25 @@ def test_attention_says_what_is_wrong(kind, text, changes, device):
         message(kind, text, **given | {"v": given["v"].clone().requires_grad_()})
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "changes"),
+    [
+        (TypeError, "scale: is 'big', expected a number", {"scale": "big"}),
+        (TypeError, "scale: is '1', expected a number", {"scale": "1"}),
+        (TypeError, "softcap: is None, expected a number", {"softcap": None}),
+        (TypeError, "dropout_p: is '0.5', expected a number", {"dropout_p": "0.5"}),
+        (TypeError, "window: is 3, expected None or a tuple", {"window": 3}),
+        (TypeError, "window: is .3, 0., expected None or a tuple", {"window": [3, 0]}),
+        (TypeError, "causal: is 3, expected True", {"causal": 3}),
+        (TypeError, "deterministic: is a torch.Tensor", {"deterministic": torch.ones(2)}),
+    ],
+)
+def test_an_operator_says_the_same(kind, text, changes, device):
+    x = Q.to(device)
+    with pytest.raises(kind, match=text):
+        torch.func.vmap(lambda q: heed.attention(q, x, x, **changes))(x[None])
+
+
 class Undecided:
     def __bool__(self):
         raise RuntimeError("neither true nor false")
