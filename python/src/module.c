@@ -65,8 +65,9 @@ static PyObject *set_threads(PyObject *module, PyObject *number)
         PyErr_Format(PyExc_TypeError, "threads: is %R, expected a whole number", number);
         return NULL;
     }
-    if (threads < 0 || threads > 1 << 20) {
-        PyErr_Format(PyExc_ValueError, "threads: is %ld, expected 0 or more", threads);
+    enum { MOST = 1 << 20 };
+    if (threads < 0 || threads > MOST) {
+        PyErr_Format(PyExc_ValueError, "threads: is %ld, expected 0 to %d", threads, MOST);
         return NULL;
     }
     heed_set_threads((int)threads);

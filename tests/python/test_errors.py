@@ -341,6 +341,7 @@ def test_positions_are_for_rotary_embeddings_alone(device):
 
 def test_other_functions_say_what_is_wrong():
     message(ValueError, "threads: is -1", -1, function=heed.set_threads)
+    message(ValueError, "threads: is 2000000, expected 0 to 1048576", 2_000_000, function=heed.set_threads)
     message(TypeError, "threads: is 'two'", "two", function=heed.set_threads)
     message(TypeError, "chip: is 3", Q, Q, Q, chip=3, function=heed.explain)
     message(ValueError, "chip|sm_9000", Q, Q, Q, chip="sm_9000", function=heed.explain)
