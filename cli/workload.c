@@ -8,6 +8,7 @@
 #include <string.h>
 
 enum { PAGE = 16 };
+#define MOST_ELEMENTS ((int64_t)1 << 56) /* no memory holds more, and as bytes they can be counted */
 
 uint64_t random_next(uint64_t *state)
 {
@@ -46,14 +47,17 @@ static void fill_nan(void *data, heed_dtype dtype, int64_t count)
 /* A tensor of NaN. A view has the order bshd, three elements between its rows, and starts off any 16-byte boundary. */
 static int make(workload *w, heed_tensor *t, heed_dtype dtype, sizes n, int view)
 {
-    int64_t B = n.B, H = n.Hq, S = n.Sq, D = n.D, row = D + 3 * view;
+    int64_t B = n.B, H = n.Hq, S = n.Sq, D = n.D, row, count;
+    if (__builtin_add_overflow(D, 3 * view, &row) || __builtin_mul_overflow(B, H, &count) ||
+        __builtin_mul_overflow(count, S, &count) || __builtin_mul_overflow(count, row, &count) || count > MOST_ELEMENTS)
+        return 0;
     *t = (heed_tensor){ .dtype = dtype, .shape = { B, H, S, D }, .stride = { H * S * D, S * D, D, 1 } };
     if (view)
         memcpy(t->stride, (int64_t[4]){ S * H * row, row, H * row, 1 }, sizeof t->stride);
-    char *memory = keep(w, (size_t)(B * H * S * row + view) * element_size(dtype));
+    char *memory = keep(w, (size_t)(count + view) * element_size(dtype));
     if (!memory)
         return 0;
-    fill_nan(memory, dtype, B * H * S * row + view);
+    fill_nan(memory, dtype, count + view);
     t->data = memory + (size_t)view * element_size(dtype);
     return 1;
 }
