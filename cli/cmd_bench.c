@@ -78,13 +78,15 @@ static heed_tensor small_like(const heed_tensor *t)
 }
 
 /* One row of a result. Fair: some roundings of the largest value of all of it, more of them where thousands of terms
- * are summed in that type. Garbage, a wrong band or a wrong stride is far beyond; heed check is the fine judge. */
+ * are summed in that type. Garbage, a wrong band or a wrong stride is far beyond; heed check is the fine judge. fp64 is
+ * no finer here than fp32, which want is, and lse. */
 static int agrees(const heed_tensor *result, int64_t row, const heed_tensor *want)
 {
     heed_tensor got = slice(*result, row);
     double largest = tensor_difference(result, result).want_max;
-    double fair = (got.dtype == HEED_F32 ? 128 : 16) * dtype_roundoff(got.dtype) * largest;
-    return tensor_difference(&got, want).max <= fair;
+    double fair = got.dtype == HEED_F16 || got.dtype == HEED_BF16 ? 16 * dtype_roundoff(got.dtype)
+                                                                  : 128 * dtype_roundoff(HEED_F32);
+    return tensor_difference(&got, want).max <= fair * largest;
 }
 
 /* Rows are slices of the problem, which positions describe exactly: see "Parts of a sequence" in heed.h. */

@@ -257,6 +257,7 @@ says out forward_reference_f32; says out backward_reference_f32
 for shape in 4294967296,4294967296,1,1 1,1,9223372036854775807,9223372036854775807; do
     expect 1 bench --shape $shape; says err "no memory for B "
 done
+expect 0 bench --shape 1,2,40,32 --min-time 0.01 --dtype fp64; says out backward_reference_f64
 expect 1 bench --shape 1,2,40,32 --kernel forward_reference_f32 --dtype fp16; says err "this is the forward in fp16"
 HEED_KERNEL=backward_cpu_plain_f32; export HEED_KERNEL
 expect 0 bench --shape 1,2,40,32 --min-time 0.01 --pass backward; says out backward_cpu_plain_f32
