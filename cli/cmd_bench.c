@@ -80,13 +80,27 @@ static heed_tensor small_like(const heed_tensor *t)
 /* One row of a result. Fair: some roundings of the largest value of all of it, more of them where thousands of terms
  * are summed in that type. Garbage, a wrong band or a wrong stride is far beyond; heed check is the fine judge. fp64 is
  * no finer here than fp32, which want is, and lse. */
-static int agrees(const heed_tensor *result, int64_t row, const heed_tensor *want)
+static int agrees(const workload *w, const heed_tensor *result, int64_t row, const heed_tensor *want, double terms)
 {
     heed_tensor got = slice(*result, row);
     double largest = tensor_difference(result, result).want_max;
-    double fair = got.dtype == HEED_F16 || got.dtype == HEED_BF16 ? 16 * dtype_roundoff(got.dtype)
-                                                                  : 128 * dtype_roundoff(HEED_F32);
-    return tensor_difference(&got, want).max <= fair * largest;
+    double scores = tensor_difference(&w->a.lse, &w->a.lse).want_max; /* whose roundings are relative errors of P */
+    double fine = 128 * dtype_roundoff(HEED_F32) * fmax(1, scores / 16);
+    double fair = got.dtype == HEED_F16 || got.dtype == HEED_BF16 ? 16 * dtype_roundoff(got.dtype) : 0;
+    return tensor_difference(&got, want).max <= (fair + fine) * largest + fine * terms;
+}
+
+/* How large dP and delta make the gradients of q and k, sums of so many rows, in which they are subtracted. Where a row
+ * sees one key they cancel, and nothing is left but their roundings, in fp32. */
+static double terms_of(const workload *w, const heed_tensor *factor, int64_t rows)
+{
+    const heed_attention *a = &w->a;
+    const heed_tensor *factors[] = { &w->g.d_o, &a->o, factor };
+    double scale = a->scale != 0 || a->zero_scale ? fabs((double)a->scale) : 1 / sqrt((double)a->q.shape[3]);
+    double terms = scale * sqrt((double)rows * (double)a->v.shape[3]);
+    for (int i = 0; i < 3; i++)
+        terms *= tensor_difference(factors[i], factors[i]).want_rms;
+    return terms;
 }
 
 /* Rows are slices of the problem, which positions describe exactly: see "Parts of a sequence" in heed.h. */
@@ -109,7 +123,7 @@ static heed_status verify_row(const workload *w, int backward, int64_t row, int 
         a->o = want;
         status = workload_forward(&part);
     }
-    *good = *good && !status && agrees(result, row, &want);
+    *good = *good && !status && agrees(w, result, row, &want, backward ? terms_of(w, &w->a.k, 1) : 0);
     free(want.data);
     free(part.x.workspace);
     return status;
@@ -127,7 +141,9 @@ static heed_status verify_key(const workload *w, const heed_tensor *delta, int64
     heed_tensor want_k = small_like(&w->a.k), want_v = small_like(&w->a.v);
     part.g = (heed_gradient){ .d_o = w->g.d_o, .delta = *delta, .d_k = want_k, .d_v = want_v };
     heed_status status = workload_backward(&part);
-    *good = *good && !status && agrees(&w->g.d_k, key, &want_k) && agrees(&w->g.d_v, key, &want_v);
+    int64_t rows = w->a.q.shape[2] * w->a.q.shape[1] / w->a.k.shape[1];
+    *good = *good && !status && agrees(w, &w->g.d_k, key, &want_k, terms_of(w, &w->a.q, rows)) &&
+            agrees(w, &w->g.d_v, key, &want_v, 0);
     free(want_k.data);
     free(want_v.data);
     free(part.x.workspace);

@@ -258,6 +258,10 @@ for shape in 4294967296,4294967296,1,1 1,1,9223372036854775807,92233720368547758
     expect 1 bench --shape $shape; says err "no memory for B "
 done
 expect 0 bench --shape 1,2,40,32 --min-time 0.01 --dtype fp64; says out backward_reference_f64
+expect 0 bench --shape 2,2,40,32 --min-time 0.01 --dtype fp32,fp16,bf16 --window 0,0; says out backward # which cancels
+expect 0 bench --shape 2,2,40,32 --min-time 0.01 --dtype fp32,fp16,bf16 --stride 50; says out backward
+expect 0 bench --shape 1,2,300,128 --sq 500 --sk 1 --min-time 0.01 --pass backward; says out backward
+expect 0 bench --shape 2,2,40,32 --min-time 0.01 --dtype fp32,fp16,bf16 --scale 40; says out backward # P with errors of 1e-4
 expect 1 bench --shape 1,2,40,32 --kernel forward_reference_f32 --dtype fp16; says err "this is the forward in fp16"
 HEED_KERNEL=backward_cpu_plain_f32; export HEED_KERNEL
 expect 0 bench --shape 1,2,40,32 --min-time 0.01 --pass backward; says out backward_cpu_plain_f32
