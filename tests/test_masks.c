@@ -272,6 +272,22 @@ TEST(slopes_may_differ_by_batch_and_head)
         }
 }
 
+/* Of positions the difference counts, also where they are beyond what a double tells apart. */
+TEST(slopes_are_exact_at_far_positions)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 2; n++) {
+            test_case c = case_new(&kernel, shape);
+            case_alibi(&c, 1);
+            c.a.align = HEED_ALIGN_POSITION;
+            c.a.key_position = (n ? -1 : 1) * ((int64_t)1 << 60);
+            c.a.query_position = c.a.key_position + 21;
+            c.a.causal = n;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(softcap_bounds_the_scores)
 {
     for_each_kernel(EITHER_PASS, kernel)
@@ -401,6 +417,7 @@ int main(void)
         cmocka_unit_test(biases_may_rise_or_fall_along_the_keys),
         cmocka_unit_test(a_bias_of_minus_infinity_hides_the_key),
         cmocka_unit_test(slopes_may_differ_by_batch_and_head),
+        cmocka_unit_test(slopes_are_exact_at_far_positions),
         cmocka_unit_test(softcap_bounds_the_scores),
         cmocka_unit_test(a_sink_takes_its_share),
         cmocka_unit_test(rows_that_see_no_key_are_zero),

@@ -144,7 +144,7 @@ static void change_row(const job *j, const heed_span *span, query q, float *s, f
                       ? ((const float *)a->alibi.data)[span->b * a->alibi.stride[0] + q.h * a->alibi.stride[1]]
                       : 0;
     float cap = a->softcap, per_cap = cap > 0 ? 1 / cap : 0;
-    double distance = (double)(span->r0 + (n0 + first) * span->r_step) - (double)(span->p0 + q.i * span->p_step);
+    int64_t distance = span->r0 + (n0 + first) * span->r_step - (span->p0 + q.i * span->p_step);
     for (int64_t c = first; c < last; c++)
         s[c] *= j->s_scale;
     if (cap > 0)
@@ -159,7 +159,7 @@ static void change_row(const job *j, const heed_span *span, query q, float *s, f
             s[c] = bias[c] == -INFINITY ? bias[c] : s[c] + bias[c]; /* hidden, also if s is NaN */
     if (alibi != 0)
         for (int64_t c = first; c < last; c++)
-            s[c] -= alibi * (float)fabs(distance + (double)((c - first) * span->r_step));
+            s[c] -= alibi * (float)fabs((double)(distance + (c - first) * span->r_step));
     if (a->mask.data)
         for (int64_t c = first; c < last; c++)
             s[c] = mask[c] != 0 ? s[c] : -INFINITY;
