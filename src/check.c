@@ -199,6 +199,9 @@ static heed_status check_extras(heed_problem *p, int planning)
 
 /* ---- Numbers ---------------------------------------------------------------------------------------------------- */
 
+/* Kernels multiply by 1/softcap, which has to be a number. Scores of less than this are 0 to a softmax. */
+#define LEAST_SOFTCAP 0x1p-100f
+
 static heed_status check_scale(heed_problem *p)
 {
     heed_attention *a = &p->a;
@@ -208,6 +211,8 @@ static heed_status check_scale(heed_problem *p)
         BAD("zero_scale: is set, but scale is %g", a->scale);
     if (!isfinite(a->softcap) || a->softcap < 0)
         BAD("softcap: is %g, expected 0 or a positive number", a->softcap);
+    if (a->softcap > 0)
+        a->softcap = HEED_MAX(a->softcap, LEAST_SOFTCAP);
     p->scale = a->scale != 0 || a->zero_scale ? a->scale : 1 / sqrt((double)p->D);
     a->scale = (float)p->scale;
     return HEED_OK;

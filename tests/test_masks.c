@@ -301,6 +301,19 @@ TEST(softcap_bounds_the_scores)
         }
 }
 
+TEST(a_softcap_may_be_tiny)
+{
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 2; n++) {
+            test_case c = case_new(&kernel, shape);
+            c.a.softcap = (float[]){ 0x1p-149f, 0x1p-120f }[n];
+            c.a.scale = 2;
+            fill_row(&c.a.q, 0, 0, 3, 0); /* its products are 0, whose share of the softcap is no NaN */
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 TEST(a_sink_takes_its_share)
 {
     for_each_kernel(EITHER_PASS, kernel)
@@ -419,6 +432,7 @@ int main(void)
         cmocka_unit_test(slopes_may_differ_by_batch_and_head),
         cmocka_unit_test(slopes_are_exact_at_far_positions),
         cmocka_unit_test(softcap_bounds_the_scores),
+        cmocka_unit_test(a_softcap_may_be_tiny),
         cmocka_unit_test(a_sink_takes_its_share),
         cmocka_unit_test(rows_that_see_no_key_are_zero),
         cmocka_unit_test(a_mask_that_hides_everything_gives_zeros),
