@@ -3,6 +3,7 @@
 #include "cli.h"
 
 #include <errno.h>
+#include <float.h>
 #include <getopt.h>
 #include <math.h>
 #include <stdlib.h>
@@ -278,8 +279,8 @@ void rules_apply(const rules *r, heed_attention *a)
     a->key_stride = r->stride;
     a->align = r->align;
     a->scale = (float)r->scale;
-    a->zero_scale = r->scaled && r->scale == 0;
-    a->softcap = (float)r->softcap;
+    a->zero_scale = r->scaled && a->scale == 0;
+    a->softcap = r->softcap > 0 ? fmaxf((float)r->softcap, FLT_MIN) : (float)r->softcap; /* 0 would be none */
     a->dropout = (float)r->dropout;
     a->dropout_seed = r->seed;
 }

@@ -174,6 +174,15 @@ expect 0 run $qkv -o o.npy --window 0,0
 expect 0 run $qkv -o o.npy --causal --align top-left
 [ "$(floats o.npy 1)" = 1 ] || fail "o is $(floats o.npy 1), expected 1, top left"
 
+# Numbers too small for a float are not the 0 that stands for a default. All weigh alike: the key with a product is no more.
+npy one.npy '<f4' '(1, 2)' '\000\000\200\077\000\000\200\077'
+npy keys.npy '<f4' '(2, 2)' "$zeros$zeros"'\000\000\200\077\000\000\200\077'
+for tiny in '--scale 1e-60' '--softcap 1e-60'; do
+    # shellcheck disable=SC2086
+    expect 0 run -q one.npy -k keys.npy -v v.npy -o o.npy $tiny
+    case $(floats o.npy 1) in 2 | 2.000000* | 1.999999*) ;; *) fail "o is $(floats o.npy 1), expected 2 with $tiny" ;; esac
+done
+
 # What is wrong is named, the exit code says whose fault it is, and an old result stays as it was.
 cp o.npy old.npy
 refused() { # CODE TEXT arguments...
