@@ -254,6 +254,8 @@ expect 0 check --quick --kernel backward_reference_f16 --json --seed 5; says out
 expect 0 check --quick --kernel backward_reference_f16 --problem random --seed 1794978113; says out " ok"; silent err
 expect 2 check --kernel no_such_kernel; says err "no_such_kernel"
 expect 0 check --quick --kernel forward_reference_f32 --problem "large heads"; says out " 1        0 "; silent err
+expect 0 check --quick --kernel cpu_plain --problem paged; says out backward_cpu_plain_f32 # which has none
+expect 2 check --quick --kernel backward_cpu_plain --problem paged; says err "no problem for these kernels has 'paged'"
 expect 2 check --quick --kernel forward_reference_f32 --problem frobnicate; says err "no problem for these kernels has 'frobnicate'"
 expect 0 bench --shape 1,2,64,32 --min-time 0.01 --csv --causal; silent err
 [ "$(wc -l <out)" -eq 3 ] || fail "bench --csv has not a head and two rows"
