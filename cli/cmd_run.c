@@ -314,7 +314,7 @@ static int check_usage(const answers *given)
         return complain(EXIT_USAGE, "--dsink needs --sink");
     for (int i = 0; i < OUTPUTS; i++)
         for (int k = 0; k < i; k++)
-            if (given->out[i] && given->out[k] && !strcmp(given->out[i], given->out[k]))
+            if (given->out[i] && given->out[k] && npy_same_file(given->out[i], given->out[k]))
                 return complain(EXIT_USAGE, "%s: is named for two results, expected a file for each", given->out[i]);
     return 0;
 }

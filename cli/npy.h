@@ -30,6 +30,7 @@ typedef struct npy_output {
 } npy_output;
 int npy_stage(npy_output *output, const char *path, const npy_array *array, char why[NPY_WHY]);
 int npy_commit(npy_output *output, char why[NPY_WHY]);
+int npy_same_file(const char *path, const char *other); /* whether the one would take the place of the other */
 void npy_discard(npy_output *output); /* removes what was staged and not committed; safe to call always */
 
 #endif /* HEED_NPY_H */

@@ -98,6 +98,34 @@ static int write_temporary(npy_output *o, const npy_array *a, const struct stat 
     return good;
 }
 
+/* Where a rename ends up, from malloc: through symbolic links to what they name; a file that is not there yet is in a
+ * folder that is. NULL: nowhere. */
+static char *place_of(const char *path)
+{
+    char *place = realpath(path, NULL);
+    if (place)
+        return place;
+    const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
+    char *folder = slash ? strndup(path, (size_t)(slash - path) + 1) : strdup("."), *real = NULL;
+    if (folder && (real = realpath(folder, NULL))) {
+        size_t size = strlen(real) + strlen(name) + 2;
+        if ((place = malloc(size)))
+            snprintf(place, size, "%s/%s", real, name);
+    }
+    free(folder);
+    free(real);
+    return place;
+}
+
+int npy_same_file(const char *path, const char *other)
+{
+    char *a = place_of(path), *b = place_of(other);
+    int same = !strcmp(path, other) || (a && b && !strcmp(a, b));
+    free(a);
+    free(b);
+    return same;
+}
+
 int npy_stage(npy_output *o, const char *path, const npy_array *array, char why[NPY_WHY])
 {
     struct stat old;

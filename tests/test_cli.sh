@@ -233,6 +233,10 @@ refused 2 'no gradient is asked for' $qkv -o o.npy --do v.npy
 refused 2 '--dbias needs --bias' $qkv -o o.npy --do v.npy --dbias d.npy
 refused 2 '--dsink needs --sink' $qkv -o o.npy --do do.npy --dsink d.npy
 refused 2 'o.npy: is named for two results' $qkv -o o.npy --lse o.npy
+refused 2 './o.npy: is named for two results' $qkv -o o.npy --lse ./o.npy
+refused 2 '/new.npy: is named for two results' $qkv -o new.npy --lse "$PWD/new.npy"
+ln -s o.npy other.npy
+refused 2 'other.npy: is named for two results' $qkv -o o.npy --lse other.npy
 refused 2 '--dlse is given, but no gradient' $qkv -o o.npy --dlse flat.npy
 refused 2 'deep.npy: has 4 dimensions; expected 1 to 3' $qkv --do do.npy --dlse deep.npy --dq dq.npy
 refused 2 'd_lse: rows is 2, q has 1' $qkv --do do.npy --dlse pair.npy --dq dq.npy
