@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 static int is_terminal(FILE *to) { return isatty(fileno(to)); }
@@ -21,13 +22,23 @@ const char *paint(FILE *to, colour c)
 enum { BAR = 30 };
 static int bar_shown;
 
+static int columns_of(FILE *to)
+{
+    struct winsize size;
+    return ioctl(fileno(to), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+/* Stays within one line, as it could not be drawn over otherwise. */
 void progress(double done, const char *what)
 {
     if (!is_terminal(stderr))
         return;
-    int filled = (int)(fmin(fmax(done, 0), 1) * BAR);
-    fprintf(stderr, "\r[%.*s%.*s] %3d%%  %-40.40s", filled, "##############################", BAR - filled,
-            "..............................", (int)(100 * done), what);
+    char line[128];
+    int columns = columns_of(stderr), bar = columns / 3 < BAR ? columns / 3 : BAR;
+    int filled = (int)(fmin(fmax(done, 0), 1) * bar);
+    snprintf(line, sizeof line, "[%.*s%.*s] %3d%%  %.40s", filled, "##############################", bar - filled,
+             "..............................", (int)(100 * done), what);
+    fprintf(stderr, "\r%.*s\033[K", columns - 1, line);
     fflush(stderr);
     bar_shown = 1;
 }

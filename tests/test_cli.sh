@@ -303,9 +303,13 @@ fi
 # At a terminal there are a bar and colours, unless NO_COLOR is set; above, in a pipe, neither.
 if command -v script >/dev/null; then
     seen() { TERM=xterm script -qec "$1 '$heed' check --quick --kernel forward_reference_f32" /dev/null >out 2>err </dev/null; code=$?; }
-    escape=$(printf '\033[')
+    escape=$(printf '\033[') escape_pattern=$(printf '\033\\[K')
     seen "env -u NO_COLOR"; says out "[###"; says out "${escape}32m"
     seen "env NO_COLOR=1"; says out "[###"
+    seen "stty cols 20; env NO_COLOR=1"; says out "[#####.] "
+    checks=$((checks + 1))
+    tr '\r' '\n' <out | sed "s/$escape_pattern//g" | grep '^\[.*%' | grep -q '.\{20\}' && fail "a bar longer than the line"
+    seen "env NO_COLOR=1"
     checks=$((checks + 1))
     if grep -qF "${escape}32m" out; then fail "colours in spite of NO_COLOR"; fi
 fi
