@@ -20,11 +20,18 @@ static heed_tensor shape(heed_dtype dtype, int64_t B, int64_t H, int64_t S, int6
     return (heed_tensor){ .dtype = dtype, .shape = { B, H, S, D } };
 }
 
+/* What is more than 63 bits count stays more than heed takes. */
+static int64_t times(int64_t a, int64_t b)
+{
+    int64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
+
 /* Rows of D elements with three more between them: what kernels that load whole vectors call unaligned. */
 static void make_view(heed_tensor *t)
 {
-    int64_t row = t->shape[3] + 3;
-    memcpy(t->stride, (int64_t[4]){ t->shape[1] * t->shape[2] * row, t->shape[2] * row, row, 1 }, sizeof t->stride);
+    int64_t row = t->shape[3] < INT64_MAX - 3 ? t->shape[3] + 3 : INT64_MAX, head = times(t->shape[2], row);
+    memcpy(t->stride, (int64_t[4]){ times(t->shape[1], head), head, row, 1 }, sizeof t->stride);
 }
 
 static void describe(const answers *given, heed_attention *a, heed_gradient *g)
@@ -34,10 +41,10 @@ static void describe(const answers *given, heed_attention *a, heed_gradient *g)
     sizes n = size_at(&given->shapes, 0);
     heed_dtype type = (heed_dtype)given->dtype;
     int ragged = (given->with & WITH_RAGGED) != 0, paged = (given->with & WITH_PAGES) != 0;
-    int64_t columns = (n.Sk + PAGE - 1) / PAGE;
-    int64_t Bq = ragged ? 1 : n.B, Sq = ragged ? n.B * n.Sq : n.Sq;
-    int64_t Bk = paged ? n.B * columns : Bq, Sk = paged ? PAGE : ragged ? n.B * n.Sk : n.Sk;
-    int64_t seen = paged ? columns * PAGE : n.Sk; /* columns of mask and bias */
+    int64_t columns = n.Sk / PAGE + (n.Sk % PAGE != 0);
+    int64_t Bq = ragged ? 1 : n.B, Sq = ragged ? times(n.B, n.Sq) : n.Sq;
+    int64_t Bk = paged ? times(n.B, columns) : Bq, Sk = paged ? PAGE : ragged ? times(n.B, n.Sk) : n.Sk;
+    int64_t seen = paged ? times(columns, PAGE) : n.Sk; /* columns of mask and bias */
 
     *a = (heed_attention){ .q = shape(type, Bq, n.Hq, Sq, n.D),
                            .k = shape(type, Bk, n.Hk, Sk, n.D),

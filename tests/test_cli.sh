@@ -152,6 +152,11 @@ expect 0 explain --shape 1,8,512,64 --device avx2; says out ": taken"
 expect 0 explain --device list; says out h200; says out avx2
 expect 2 explain; says err "one --shape"
 expect 2 explain --shape 1,8,512,64 --heads-k 3; says err "heads"
+most=9223372036854775807
+expect 2 explain --shape 1,1,$most,64 --with pages; says err "block_table_columns: is 144115188075855872"
+expect 2 explain --shape $most,1,1,8 --sk 100 --with pages; says err "q: shape $most x 1 x 1 x 8 is more bytes"
+expect 2 explain --shape 4611686018427387905,1,1,1 --sk 256 --dtype fp16 --with pages; says err "is more bytes than 63 bits"
+expect 2 explain --shape $most,$most,$most,$most --with views; says err "is more bytes than 63 bits count"
 expect 2 explain --shape 1,8,512,9999; says err "head_dim"
 
 # ---- run -----------------------------------------------------------------------------------------------------------
