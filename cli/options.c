@@ -82,6 +82,8 @@ static int complain_option(const manual *m, const flat_row *flat, int rows, int 
         return complain(EXIT_USAGE, "--%s: needs a value, %s; see heed %s --help", row->name, row->value, m->command);
     if (row && !row->value)
         return complain(EXIT_USAGE, "--%s: takes no value; see heed %s --help", row->name, m->command);
+    if (optopt == 'h') /* --help is in no table */
+        return complain(EXIT_USAGE, "--help: takes no value; see heed %s --help", m->command);
     if (optopt && optopt < FIRST_CODE)
         return complain(EXIT_USAGE, "unknown option '-%c'; see heed %s --help", optopt, m->command);
     return complain(EXIT_USAGE, "unknown or ambiguous option '%s'; see heed %s --help", word, m->command);

@@ -74,6 +74,7 @@ for command in demo run check bench explain info; do
 done
 expect 2 bench --dtype; says err "--dtype: needs a value"
 expect 2 bench --causal=3; says err "--causal: takes no value"
+expect 2 bench --help=3; says err "--help: takes no value"
 expect 2 bench --dtype fp8; says err "'fp8' is not fp32, fp16, bf16 or fp64"
 expect 2 bench --shape 1,2,3; says err "'1,2,3' is not B,H,S,D"
 expect 2 bench --shape 1,2,3,4x; says err "is not B,H,S,D"
