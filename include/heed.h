@@ -226,7 +226,8 @@ typedef struct heed_exec {
                         What it holds before does not matter. */
     size_t workspace_bytes;
     int threads; /* HEED_CPU: at most this many; 0: what heed_set_threads() said, else OpenMP's number. One thread is
-                    used for work of some microseconds and inside a parallel region of the caller's. */
+                    used for work of some microseconds and inside a parallel region of the caller's; never more than
+                    256, or than the hardware has where that is more. */
     int nondeterministic; /* 1: sums may be taken in any order where that is faster */
     heed_precision precision;
     const char *kernel; /* force this row of the kernel table; HEED_UNSUPPORTED where it cannot take the problem. NULL:

@@ -132,13 +132,18 @@ static atomic_int threads_set;
 
 void heed_set_threads(int threads) { atomic_store(&threads_set, HEED_MAX(threads, 0)); }
 
+/* Whoever asks for any number of them is not to get it: each has a share of the workspace, and OpenMP ends a program in which
+ * it can start no more. */
+#define MANY_THREADS 256
+
 int heed_threads_of(const heed_exec *x)
 {
 #ifdef _OPENMP
     if (omp_in_parallel())
         return 1; /* the caller has filled the machine already */
+    const int most = HEED_MIN(HEED_MAX(this_machine()->cpu.units, MANY_THREADS), omp_get_thread_limit());
     int threads = x->threads ? x->threads : atomic_load(&threads_set);
-    return HEED_MAX(HEED_MIN(threads ? threads : omp_get_max_threads(), omp_get_thread_limit()), 1);
+    return HEED_MAX(HEED_MIN(threads ? threads : omp_get_max_threads(), most), 1);
 #else
     (void)x;
     return 1;

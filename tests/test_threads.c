@@ -82,12 +82,31 @@ TEST(many_threads_may_call_the_reference_at_once) { expect_independent_callers(H
 
 TEST(many_threads_may_call_at_once_with_threads_of_their_own) { expect_independent_callers(HEED_CPU, HEED_F32, 3); }
 
+TEST(as_many_threads_as_one_likes_are_no_more_than_are_of_use)
+{
+    const heed_kernel_info any = { .backend = HEED_CPU, .dtype = HEED_F32 };
+    test_case c = case_new(&any, (case_shape){ .B = 4, .Hq = 8, .Sq = 128, .D = 64 });
+    heed_device_info cpu;
+    size_t all, many;
+    heed_set_threads(INT32_MAX);
+    assert_int_equal(heed_device_at(HEED_CPU, 0, &cpu), HEED_OK);
+    heed_set_threads(0);
+    assert_true(cpu.threads <= HEED_MAX(cpu.units, 256));
+    c.x.threads = INT32_MAX;
+    assert_int_equal(heed_workspace_size(&c.a, NULL, &c.x, &all), HEED_OK);
+    c.x.threads = cpu.threads;
+    assert_int_equal(heed_workspace_size(&c.a, NULL, &c.x, &many), HEED_OK);
+    assert_int_equal(all, many);
+    case_free(&c);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(many_threads_may_call_at_once),
         cmocka_unit_test(many_threads_may_call_the_reference_at_once),
         cmocka_unit_test(many_threads_may_call_at_once_with_threads_of_their_own),
+        cmocka_unit_test(as_many_threads_as_one_likes_are_no_more_than_are_of_use),
     };
     return RUN_TESTS(tests);
 }
