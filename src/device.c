@@ -236,6 +236,8 @@ heed_status heed_device_at(heed_backend backend, int index, heed_device_info *in
     const heed_exec x = { .backend = backend, .device = index };
     if (!info)
         return heed_fail(HEED_BAD_ARGUMENT, "info: is NULL");
+    if (index < 0)
+        return heed_fail(HEED_BAD_ARGUMENT, "index: is %d, expected 0 or more", index);
     if ((s = heed_check_exec(&x)) || (s = heed_device_of(&x, &d)))
         return s;
     if (index > 0 && backend != HEED_CUDA)

@@ -205,6 +205,8 @@ static void what_is_not_there_is_named(void **state)
     assert_string_equal(heed_last_error(), "info: is NULL");
     assert_int_equal(heed_device_at(HEED_CPU, 1, &device), HEED_NO_DEVICE);
     assert_string_equal(heed_last_error(), "index: is 1, this machine counts as one CPU");
+    assert_int_equal(heed_device_at(HEED_CPU, -1, &device), HEED_BAD_ARGUMENT);
+    assert_string_equal(heed_last_error(), "index: is -1, expected 0 or more");
     assert_int_equal(heed_kernel_at(0, NULL), HEED_BAD_ARGUMENT);
     assert_string_equal(heed_last_error(), "info: is NULL");
     assert_int_equal(heed_kernel_at(heed_kernel_total, &kernel), HEED_BAD_ARGUMENT);
