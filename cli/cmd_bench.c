@@ -178,8 +178,11 @@ static double pairs_of(const workload *w)
 {
     double Sq = (double)w->a.q.shape[2], Sk = (double)w->a.k.shape[2];
     double stride = w->a.key_stride ? (double)w->a.key_stride : 1, pairs = Sq * Sk;
-    if (w->a.causal)
-        pairs -= Sq <= Sk ? Sq * Sq / 2 * (Sq > 1) : Sq * Sk - Sk * Sk / 2;
+    if (w->a.causal) { /* a triangle, and beside it keys that all rows see, or below it rows that see all keys */
+        double side = fmin(Sq, Sk), triangle = side > 1 ? side * side / 2 : side;
+        double rest = w->a.align == HEED_ALIGN_TOP_LEFT ? (Sq - side) * Sk : Sq * (Sk - side);
+        pairs = triangle + rest;
+    }
     if (w->a.windowed && w->a.window_left >= 0 && (w->a.window_right >= 0 || w->a.causal)) {
         double right = w->a.causal ? 0 : (double)w->a.window_right;
         pairs = fmin(pairs, Sq * ((double)w->a.window_left + right + 1));

@@ -283,6 +283,17 @@ expect 0 bench --shape 2,2,40,32 --min-time 0.01 --dtype fp32,fp16,bf16 --window
 expect 0 bench --shape 2,2,40,32 --min-time 0.01 --dtype fp32,fp16,bf16 --stride 50; says out backward
 expect 0 bench --shape 1,2,300,128 --sq 500 --sk 1 --min-time 0.01 --pass backward; says out backward
 expect 0 bench --shape 2,2,40,32 --min-time 0.01 --dtype fp32,fp16,bf16 --scale 40; says out backward # P with errors of 1e-4
+# flops ALIGN SQ SK FLOP: what bench counts for one causal head of 32
+flops() {
+    expect 0 bench --shape 1,1,64,32 --sq $2 --sk $3 --causal --align $1 --min-time 0.01 --pass forward --csv
+    awk -F, -v want=$4 'NR == 2 { got = 1000 * $14 * $15; seen = got > 0.98 * want && got < 1.02 * want } END { exit !seen }' out ||
+        fail "bench counts another number of FLOP than $4"
+}
+flops bottom-right 256 256 4194304 # 128 (256 256 / 2)
+flops bottom-right 256 1024 29360128 # 128 (256 768 + 256 256 / 2)
+flops bottom-right 1024 256 4194304
+flops top-left 256 1024 4194304
+flops top-left 1024 256 29360128
 expect 1 bench --shape 1,2,40,32 --kernel forward_reference_f32 --dtype fp16; says err "this is the forward in fp16"
 HEED_KERNEL=backward_cpu_plain_f32; export HEED_KERNEL
 expect 0 bench --shape 1,2,40,32 --min-time 0.01 --pass backward; says out backward_cpu_plain_f32
