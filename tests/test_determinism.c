@@ -66,6 +66,14 @@ static void huge_numbers_in_one_head(test_case *c)
         set(&c->a.k, 0, 1, 150, 0, 1e15);
 }
 
+/* The zero that a row sums to has the sign of its own terms, or of those that its neighbours see. */
+static void zeros_of_both_signs(test_case *c)
+{
+    c->a.causal = 1;
+    for (int64_t n = 0; n < elements(&c->a.v); n++)
+        heed_store(c->a.v.data, c->a.v.dtype, nth(&c->a.v, n), n / c->a.v.shape[3] % c->a.v.shape[2] < 30 ? -0.0 : 0.0);
+}
+
 static void bias_and_sink(test_case *c)
 {
     case_bias(c, c->kernel.dtype, 1, 1, case_rows(c), case_keys(c)); /* d_bias sums over batch and heads */
@@ -89,6 +97,11 @@ TEST(threads_do_not_change_a_bit_of_one_long_head)
 TEST(threads_do_not_change_a_bit_where_one_head_has_huge_numbers)
 {
     expect_deterministic((case_shape){ .Hq = 3, .Sq = 200, .D = 32 }, huge_numbers_in_one_head);
+}
+
+TEST(threads_do_not_change_the_sign_of_a_zero)
+{
+    expect_deterministic((case_shape){ .B = 2, .Hq = 6, .Hk = 3, .Sq = 64, .D = 56 }, zeros_of_both_signs);
 }
 
 TEST(threads_do_not_change_a_bit_of_shared_key_heads)
@@ -507,6 +520,7 @@ int main(void)
         cmocka_unit_test(threads_do_not_change_a_bit),
         cmocka_unit_test(threads_do_not_change_a_bit_of_one_long_head),
         cmocka_unit_test(threads_do_not_change_a_bit_where_one_head_has_huge_numbers),
+        cmocka_unit_test(threads_do_not_change_the_sign_of_a_zero),
         cmocka_unit_test(threads_do_not_change_a_bit_of_shared_key_heads),
         cmocka_unit_test(threads_do_not_change_a_bit_of_summed_gradients),
         cmocka_unit_test(threads_do_not_change_a_bit_of_one_query_over_a_long_cache),

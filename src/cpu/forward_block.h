@@ -380,7 +380,7 @@ INLINE void finish_rows_as(heed_dtype type, const job *j, const ends e, query q,
     for (int64_t r = 0; r < rows; r++, O += ldo, o += e.o_row) {
         if (scale[r] == 0) /* nothing was seen, and O may never have been written */
             memset(O, 0, (size_t)e.columns * sizeof *O);
-        store_row_as(type, o, e.o_column, O, e.columns, scale[r]);
+        store_row_as(type, o, e.o_column, O, e.columns, scale[r], 0); /* a zero has its sign of what the tile sees */
         if (to)
             *to = lse[r], to += e.lse_row;
     }

@@ -112,14 +112,15 @@ static void load_row(float *to, heed_dtype type, const void *from, int64_t step,
         to[c] = 0;
 }
 
-INLINE void store_row_as(heed_dtype type, void *to, int64_t step, const float *from, int64_t n, float scale)
+/* to[c * step] = scale * from[c] + zero, where 0 makes a 0 of -0, and -0 leaves all as it is. */
+INLINE void store_row_as(heed_dtype type, void *to, int64_t step, const float *from, int64_t n, float scale, float zero)
 {
     int64_t c = 0;
     if (step == 1)
         for (; c + W <= n; c += W)
-            vec_store_as(type, to, c, vec_mul(vec_load(from + c), vec_set1(scale)));
+            vec_store_as(type, to, c, vec_fma(vec_load(from + c), vec_set1(scale), vec_set1(zero)));
     for (; c < n; c++) {
-        float x = scale * from[c];
+        float x = scale * from[c] + zero;
         if (type == HEED_F32)
             ((float *)to)[c * step] = x;
         else
@@ -130,7 +131,7 @@ INLINE void store_row_as(heed_dtype type, void *to, int64_t step, const float *f
 /* to[c * step] = scale * from[c]. */
 static void store_row(void *to, heed_dtype type, int64_t step, const float *from, int64_t n, float scale)
 {
-    FOR_TYPE(type, store_row_as, to, step, from, n, scale);
+    FOR_TYPE(type, store_row_as, to, step, from, n, scale, -0.0f);
 }
 
 INLINE void store_rows_as(heed_dtype type, char *to, int64_t step, const float *from, int64_t ld, int64_t rows,
