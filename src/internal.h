@@ -183,8 +183,7 @@ enum {
 #define HEED_SHORT_TERMS 64   /* from here on others are better above 64 in fp32 with more than the scale */
 
 #define HEED_MOST_ROWS 64 /* of a kernel for few rows and many keys, */
-#define HEED_FEW_ROWS 8   /* and where it pays: fp32.md there, */
-#define HEED_FEW_HALVES 4 /* in 16 bits: mma.md */
+#define HEED_FEW_ROWS 8   /* and where it pays: fp32.md there, in 16 bits mma.md */
 #define HEED_MANY_KEYS 257
 
 #define HEED_ANY_ARCH INT32_MAX
@@ -239,13 +238,9 @@ unsigned heed_uses_of(const heed_problem *p); /* the HEED_USES_ of a problem */
 int heed_is_small(const heed_problem *p, unsigned uses, char *why, size_t size);
 
 /* Whether so few rows see so many keys that reading those is what takes the time. */
-static inline int heed_few_rows(const heed_problem *p)
-{
-    return p->a.q.dtype == HEED_F32 ? HEED_FEW_ROWS : HEED_FEW_HALVES;
-}
 static inline int heed_decodes(const heed_problem *p)
 {
-    return p->Sq <= heed_few_rows(p) && p->full.keys >= HEED_MANY_KEYS;
+    return p->Sq <= HEED_FEW_ROWS && p->full.keys >= HEED_MANY_KEYS;
 }
 
 /* In fp32, of wide heads: whether something is added to scores, or hides them, and not only of a few. */

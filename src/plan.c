@@ -300,7 +300,7 @@ static int is_for_others(const heed_kernel *k, const heed_problem *p, char *why,
         snprintf(why, size, "is for a mask, a bias, ALiBi or dropout over more than %d keys", heed_few_keys(p));
     else if (k->uses & HEED_FOR_FEW && !heed_decodes(p))
         snprintf(why, size, "is for up to %d rows and %d keys or more, these are %" PRId64 " and %" PRId64,
-                 heed_few_rows(p), HEED_MANY_KEYS, p->Sq, p->full.keys);
+                 HEED_FEW_ROWS, HEED_MANY_KEYS, p->Sq, p->full.keys);
     else if (k->uses & HEED_FOR_ROWS && p->D + p->Dv < 2 * HEED_NARROW)
         snprintf(why, size, "is for head_dim %d and more, this is %" PRId64, HEED_NARROW, p->D);
     else

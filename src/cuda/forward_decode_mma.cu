@@ -3,16 +3,17 @@
  *
  *     S^T [16 keys x 8 rows] = K Q^T        O^T [16 columns x 8 rows] += V^T P^T
  *
- * A part is met in tiles, of which K and V lie in shared memory. A warp copies its own keys of both, computes the
- * scores of these, and of O its own columns, over the keys of all warps. As soon as K of a tile has been met the next one is
- * asked for, in its place, and so is V.
+ * A part is met in tiles, of which K and V lie in shared memory. A warp copies its own keys of both, computes the scores of
+ * these, and of O its own columns, over the keys of all warps. As soon as K of a tile has been met the next one is asked for,
+ * in its place, and so is V. A block has eight rows, or twice as many where there are more.
  * What follows from the launch's arguments alone is found before the kernel waits for the one before it. */
 #include "decode.cuh"
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 8;
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
 
-template <int WIDTH> struct shared_decode {
-    static constexpr int BYTES = 2 * WIDTH, KEYS = WIDTH > 128 ? 64 : 128, OWN = KEYS / WARPS; /* of a row; of a warp */
+template <int WIDTH, int EIGHTS> struct shared_decode {
+    static constexpr int ROWS = 8 * EIGHTS, BYTES = 2 * WIDTH; /* of a row of K or V */
+    static constexpr int KEYS = WIDTH > 128 ? 64 : 128, OWN = KEYS / WARPS, COLUMNS = WIDTH / WARPS;
     alignas(128) char k[KEYS][BYTES], v[KEYS][BYTES]; /* with 16 bytes where place_of() says */
     alignas(16) char p[ROWS][2 * KEYS + 16];          /* rows of a column of eight keys begin in different banks */
     float most[WARPS][ROWS], sums[WARPS][ROWS];
@@ -21,6 +22,7 @@ template <int WIDTH> struct shared_decode {
     const char *first_k, *first_v, *q[ROWS]; /* NULL: the row sees nothing */
     int first, last;                         /* of the keys that any row sees */
     int all_first, all_last;                 /* of those that all of them see */
+    int rows, hk;
 };
 
 /* Where 16 bytes of a row are, so that eight rows have theirs in different banks, and so have two rows four each. */
@@ -67,168 +69,191 @@ __device__ inline float rows_sum(float x)
     return x;
 }
 
-/* What a tile gives for one column of O and two rows, by multiply-adds: P = 0 hides whatever V holds, for rows of other heads
- * may see it. */
-template <class T, int WIDTH>
-__device__ inline void sum_visible(float &first, float &second, const shared_decode<WIDTH> &m, int row, int column)
+/* What the block's warps want to know, found by three of them. */
+template <class Shared> __device__ inline void begin(Shared &m, const args &a, const parts_of_keys &parts, own_part own)
 {
-    using S = shared_decode<WIDTH>;
-    first = second = 0.0f;
-#pragma unroll 1
-    for (int n = 0; n < S::KEYS; n++) {
-        const float p = ((const T *)m.p[row])[n], p2 = ((const T *)m.p[row + 1])[n],
-                    v = *(const T *)(m.v[0] + place_of<S::BYTES>(n, column / 8) + column % 8 * 2);
-        first = p == 0.0f ? first : fmaf(p, v, first);
-        second = p2 == 0.0f ? second : fmaf(p2, v, second);
-    }
-}
-
-template <class T, int WIDTH>
-__global__ void __launch_bounds__(THREADS, 3)
-    decode_mma(const __grid_constant__ args a, const __grid_constant__ parts_of_keys parts)
-{
-    extern __shared__ __align__(128) char memory[];
-    using S = shared_decode<WIDTH>;
-    S &m = *(S *)memory;
-    constexpr int KEYS = S::KEYS, OWN = S::OWN, TILES = PART / KEYS, SIXTEENS = OWN / 16, COLUMNS = WIDTH / WARPS;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const own_part own = own_part_of(parts, ROWS);
-    const int rows = min(ROWS, a.G * a.Sq - own.first_row);
-    let_next_start();
-    if (!a.uniform || a.page) /* else nothing but K, V and Q is in memory */
-        wait_for_last();
-    if (warp == 0) { /* a row for each lane, eight lanes the same */
-        const span s = span_of(a, own.b);
-        const own_row row = own_row_of(a, s, parts, own, lane % ROWS);
-        const bool sees = row.low < row.high, exists = lane % ROWS < rows;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const span s = span_of(a, own.b);
+    if (warp == 0) { /* a row for each lane, again and again */
+        const int rows = min(Shared::ROWS, a.G * a.Sq - own.first_row);
+        const own_row row = own_row_of(a, s, parts, own, lane % Shared::ROWS);
+        const bool sees = row.low < row.high, exists = lane % Shared::ROWS < rows;
         const int first = __reduce_min_sync(~0u, sees ? row.low : INT32_MAX),
-                  last = __reduce_max_sync(~0u, sees ? row.high : 0),
-                  all_first = __reduce_max_sync(~0u, exists ? row.low : 0),
-                  all_last = __reduce_min_sync(~0u, exists ? row.high : INT32_MAX);
-        if (lane < ROWS) {
+                  last = __reduce_max_sync(~0u, sees ? row.high : 0);
+        if (lane < Shared::ROWS) {
             m.row[lane] = row;
             m.q[lane] = sees ? a.q.data + row_at(a.q, s.q_batch, row.h, s.q_row + row.i) * 2 : NULL;
         }
+        const int all_first = __reduce_max_sync(~0u, exists ? row.low : 0),
+                  all_last = __reduce_min_sync(~0u, exists ? row.high : INT32_MAX);
         if (lane == 0)
-            m.sequence = s, m.first = min(first, last), m.last = last, m.all_first = all_first, m.all_last = all_last;
-    } else if (warp <= 2) {
-        const span s = span_of(a, own.b);
+            m.sequence = s, m.first = min(first, last), m.last = last, m.all_first = all_first, m.all_last = all_last,
+            m.rows = rows, m.hk = own.hk;
+    } else if (warp <= 2 && lane == 0) {
         const view &rows_of = warp == 1 ? a.k : a.v;
-        if (lane == 0)
-            (warp == 1 ? m.first_k : m.first_v) = rows_of.data +
-                                                  2 * row_at(rows_of, s.k_batch, own.hk, s.k_row + a.col);
+        (warp == 1 ? m.first_k : m.first_v) = rows_of.data + 2 * row_at(rows_of, s.k_batch, own.hk, s.k_row + a.col);
     }
-    __syncthreads();
-    const span &s = m.sequence;
-    int tile = max(own.part * TILES, m.first / KEYS);
-    const int end = min((own.part + 1) * TILES, (m.last + KEYS - 1) / KEYS);
+}
 
-    /* Pages of the lane's keys in the tile that is asked for next, which are looked up long before. */
-    int pages[(OWN + 31) / 32];
-    auto number_of = [&](int tile, int n) { /* of a key that nobody sees, that of the next that somebody does */
-                                            return clamp(tile * KEYS + warp * OWN + n, m.first, m.last - 1);
-    };
-    auto look_up = [&](int tile) {
-#pragma unroll
-        for (int n = lane; n - lane < OWN; n += 32)
-            if (a.page && tile < end)
-                pages[n / 32] = a.block_table[s.b * a.block_table_stride +
-                                              (unsigned)(a.col + number_of(tile, n) * a.col_step) / (unsigned)a.page];
-    };
-    /* The warp's rows of x, a key for as many lanes as it has pieces of 16 bytes. */
-    auto ask = [&](char *to, const view &x, const char *first_row, int columns, int tile) {
-        constexpr int EACH = S::BYTES / 16, AT_ONCE = 32 / EACH;
-        const int64_t step = a.col_step * x.stride[2] * 2;
-        const int n0 = tile * KEYS + warp * OWN, chunk = lane % EACH;
-        const uint32_t own_to = shared_address(to + (warp * OWN + lane / EACH) * S::BYTES);
+/* Asks for a warp's keys of one tile after the other. */
+template <class Shared> struct source {
+    const args &a;
+    Shared &m;
+    int end;  /* of the tiles */
+    int page; /* of the lane's key in the tile that is asked for next, which is looked up long before */
+
+    /* Of a key that nobody sees, that of the next that somebody does. */
+    __device__ int64_t key_of_lane(int tile) const
+    {
+        const int n = tile * Shared::KEYS + threadIdx.x / 32 * Shared::OWN + threadIdx.x % 32;
+        return a.col + clamp(n, m.first, m.last - 1) * a.col_step;
+    }
+    __device__ void look_up(int tile)
+    {
+        if (a.page && tile < end)
+            page = a.block_table[m.sequence.b * a.block_table_stride + (unsigned)key_of_lane(tile) / (unsigned)a.page];
+    }
+
+    /* Of x, a key for as many lanes as it has pieces of 16 bytes. */
+    __device__ void ask(char *to, const view &x, const char *first_row, int columns, int tile)
+    {
+        constexpr int OWN = Shared::OWN, EACH = Shared::BYTES / 16, AT_ONCE = 32 / EACH;
+        static_assert(OWN <= 32, "a lane has a key");
+        const int lane = threadIdx.x % 32, key = lane / EACH, chunk = lane % EACH, mine = threadIdx.x / 32 * OWN;
+        const int n0 = tile * Shared::KEYS + mine;
+        const uint32_t own_to = shared_address(to + (mine + key) * Shared::BYTES);
         auto copy = [&](int n, const char *from) {
-            copy_or_clear(own_to + n * S::BYTES + (chunk ^ turn_of(n) ^ turn_of(lane / EACH)) * 16, from,
+            copy_or_clear(own_to + n * Shared::BYTES + (chunk ^ turn_of(n) ^ turn_of(key)) * 16, from,
                           chunk * 8 < columns);
         };
         if (tile >= end)
             ;
         else if (!a.page && n0 >= m.first && n0 + OWN <= m.last) {
-            const char *from = first_row + (n0 + lane / EACH) * step + chunk * 16;
+            const int64_t step = a.col_step * x.stride[2] * 2;
+            const char *from = first_row + (n0 + key) * step + chunk * 16;
 #pragma unroll
             for (int n = 0; n < OWN; n += AT_ONCE, from += AT_ONCE * step)
                 copy(n, from);
         } else {
-            const char *row[(OWN + 31) / 32];
-#pragma unroll
-            for (int n = lane; n - lane < OWN; n += 32) {
-                const int number = number_of(tile, n);
-                const int64_t j = a.col + number * a.col_step;
-                const char *&one = row[n / 32];
-                if (!a.page)
-                    one = first_row + number * step;
-                else if (pages[n / 32] < 0 || pages[n / 32] >= a.pages)
-                    one = x.data; /* anything will do that can be read */
-                else
-                    one = x.data + 2 * row_at(x, pages[n / 32], own.hk, (unsigned)j % (unsigned)a.page);
-            }
+            const int64_t j = key_of_lane(tile);
+            const char *row = x.data; /* of a page that does not exist: anything will do that can be read */
+            if (!a.page)
+                row = first_row + (j - a.col) * (x.stride[2] * 2);
+            else if (page >= 0 && page < a.pages)
+                row += 2 * row_at(x, page, m.hk, (unsigned)j % (unsigned)a.page);
 #pragma unroll
             for (int n = 0; n < OWN; n += AT_ONCE)
-                copy(n, (const char *)__shfl_sync(~0u, (unsigned long long)row[n / 32], n % 32 + lane / EACH) +
-                            chunk * 16);
+                copy(n, (const char *)__shfl_sync(~0u, (unsigned long long)row, n + key) + chunk * 16);
         }
         commit_copies();
-    };
-    auto ask_k = [&](int tile) { ask(m.k[0], a.k, m.first_k, a.D, tile); };
-    auto ask_v = [&](int tile) { ask(m.v[0], a.v, m.first_v, a.Dv, tile); };
+    }
+    __device__ void ask_k(int tile) { ask(m.k[0], a.k, m.first_k, a.D, tile); }
+    __device__ void ask_v(int tile) { ask(m.v[0], a.v, m.first_v, a.Dv, tile); }
+};
 
-    look_up(tile);
+/* What a tile gives for a column of O, where it is not finite, by multiply-adds: P = 0 hides whatever V holds, for rows of other
+ * heads may see it. */
+template <class T, class Shared>
+__device__ inline void sum_visible(float &o, const Shared &m, int row, int column, T type)
+{
+    if (o * 0.0f == 0.0f)
+        return;
+    o = 0.0f;
+#pragma unroll 1
+    for (int n = 0; n < Shared::KEYS; n++) {
+        const float p = to_floats(*(const uint16_t *)(m.p[row] + 2 * n), type).x,
+                    v = to_floats(*(const uint16_t *)(m.v[0] + place_of<Shared::BYTES>(n, column / 8) + column % 8 * 2),
+                                  type)
+                            .x;
+        o = p == 0.0f ? o : fmaf(p, v, o);
+    }
+}
+
+template <class T, int WIDTH, int EIGHTS>
+__global__ void __launch_bounds__(THREADS, WIDTH *EIGHTS > 256 ? 2 : 3)
+    decode_mma(const __grid_constant__ args a, const __grid_constant__ parts_of_keys parts)
+{
+    extern __shared__ __align__(128) char memory[];
+    using Shared = shared_decode<WIDTH, EIGHTS>;
+    Shared &m = *(Shared *)memory;
+    constexpr int KEYS = Shared::KEYS, OWN = Shared::OWN, TILES = PART / KEYS;
+    constexpr int SIXTEENS = OWN / 16, OF_O = Shared::COLUMNS / 16, PAIR = 2 * EIGHTS; /* rows of a lane */
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const T type = type_of<T>(a);
+    const auto row_of = [&](int j) { return j / 2 * 8 + 2 * t + j % 2; };
+    const own_part own = own_part_of(parts, Shared::ROWS);
+    let_next_start();
+    if (!a.uniform || a.page) /* else nothing but K, V and Q is in memory */
+        wait_for_last();
+    begin(m, a, parts, own);
+    __syncthreads();
+    const span &s = m.sequence;
+    int tile = max(own.part * TILES, m.first / KEYS);
+    const int end = min((own.part + 1) * TILES, (m.last + KEYS - 1) / KEYS);
+    source<Shared> keys = { a, m, end, 0 };
+    keys.look_up(tile);
     wait_for_last();
-    ask_k(tile);
-    ask_v(tile);
-    uint4 Q[WIDTH / 32];
-    const char *const q = m.q[g];
+    keys.ask_k(tile);
+    keys.ask_v(tile);
+    uint4 Q[EIGHTS][WIDTH / 32];
 #pragma unroll
-    for (int c = 0; c < WIDTH; c += 32)
-        Q[c / 32] = load_or_zero(q + (c + t * 8) * 2, q && t * 8 < a.D - c);
+    for (int r = 0; r < EIGHTS; r++)
+#pragma unroll
+        for (int c = 0; c < WIDTH; c += 32) {
+            const char *const q = m.q[r * 8 + g];
+            Q[r][c / 32] = load_or_zero(q + (c + t * 8) * 2, q && t * 8 < a.D - c);
+        }
 
-    float O[COLUMNS / 16][4] = {}, top[2] = { -CUDART_INF_F, -CUDART_INF_F }, sum[2] = { 0.0f, 0.0f };
+    float O[EIGHTS][OF_O][4] = {}, top[PAIR], sum[PAIR] = {};
+#pragma unroll
+    for (float &one : top)
+        one = -CUDART_INF_F;
 #pragma unroll 1
     for (; tile < end; tile++) {
         const int n0 = tile * KEYS + warp * OWN;
-        look_up(tile + 1);
+        keys.look_up(tile + 1);
         wait_copies<1>();
         __syncwarp();
-        float x[SIXTEENS][4] = {}; /* S, and then P */
+        float x[SIXTEENS][EIGHTS][4] = {}; /* S, and then P */
+        with_type(type, [&](auto as) {
 #pragma unroll
-        for (int n = 0; n < SIXTEENS; n++)
+            for (int n = 0; n < SIXTEENS; n++)
 #pragma unroll
-            for (int c = 0; c < WIDTH / 32; c++) { /* which columns are summed together does not matter */
-                const char *const at = m.k[warp * OWN + n * 16];
-                const uint4 y = *(const uint4 *)(at + place_of<S::BYTES>(g, c * 4 + t)),
-                            y8 = *(const uint4 *)(at + place_of<S::BYTES>(g + 8, c * 4 + t));
-                multiply(x[n], { y.x, y8.x, y.y, y8.y }, Q[c].x, Q[c].y, T());
-                multiply(x[n], { y.z, y8.z, y.w, y8.w }, Q[c].z, Q[c].w, T());
-            }
-        __syncwarp();
-        ask_k(tile + 1);
-
-        /* do_row(scores, head) for the even row, then for the odd one. */
-        using scores = row_scores<2 * SIXTEENS>;
-        auto each_row = [&](auto do_row) {
-            scores y;
+                for (int c = 0; c < WIDTH / 32; c++) { /* which columns are summed together does not matter */
+                    const char *const at = m.k[warp * OWN + n * 16];
+                    const uint4 y = *(const uint4 *)(at + place_of<Shared::BYTES>(g, c * 4 + t)),
+                                y8 = *(const uint4 *)(at + place_of<Shared::BYTES>(g + 8, c * 4 + t));
 #pragma unroll
-            for (int c = 0; c < scores::C; c++)
-                y.x[c] = x[c / 2][c % 2 * 2];
-#pragma unroll 1
-            for (int j = 0; j < 2; j++) {
-                const own_row &row = m.row[2 * t + j];
-                y.i = row.i, y.n = n0 + g, y.first = row.low, y.last = row.high;
-                do_row(y, row.h);
-                if (j == 0)
-#pragma unroll
-                    for (int c = 0; c < scores::C; c++) {
-                        float &one = x[c / 2][c % 2 * 2], &other = x[c / 2][c % 2 * 2 + 1];
-                        one = y.x[c], y.x[c] = other;
+                    for (int r = 0; r < EIGHTS; r++) {
+                        multiply(x[n][r], { y.x, y8.x, y.y, y8.y }, Q[r][c].x, Q[r][c].y, as);
+                        multiply(x[n][r], { y.z, y8.z, y.w, y8.w }, Q[r][c].z, Q[r][c].w, as);
                     }
-            }
+                }
+        });
+        __syncwarp();
+        keys.ask_k(tile + 1);
+
+        /* do_row(scores, head) for one row after the other, the present one always at the same place. */
+        using scores = row_scores<2 * SIXTEENS>;
+        auto score = [&](int j, int c) -> float & { return x[c / 2][j / 2][c % 2 * 2 + j % 2]; };
+        auto each_row = [&](auto do_row) {
+#pragma unroll 1
+            for (int j = 0; j < PAIR; j++) {
+                const own_row &row = m.row[row_of(j)];
+                scores y;
+                y.i = row.i, y.n = n0 + g, y.first = row.low, y.last = row.high;
 #pragma unroll
-            for (int c = 0; c < scores::C; c++)
-                x[c / 2][c % 2 * 2 + 1] = y.x[c];
+                for (int c = 0; c < scores::C; c++)
+                    y.x[c] = score(0, c);
+                do_row(y, row.h);
+#pragma unroll
+                for (int c = 0; c < scores::C; c++) {
+#pragma unroll
+                    for (int k = 0; k + 1 < PAIR; k++)
+                        score(k, c) = score(k + 1, c);
+                    score(PAIR - 1, c) = y.x[c];
+                }
+            }
         };
         if (has_extras(a))
             each_row([&](scores &y, int h) {
@@ -244,135 +269,149 @@ __global__ void __launch_bounds__(THREADS, 3)
             });
         else {
 #pragma unroll
-            for (int n = 0; n < SIXTEENS; n++)
+            for (int c = 0; c < scores::C; c++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    x[n][e] *= a.scale;
+                for (int j = 0; j < PAIR; j++)
+                    score(j, c) *= a.scale;
             if (n0 < m.all_first || n0 + OWN > m.all_last)
                 each_row([&](scores &y, int) { hide_outside_band(y); });
         }
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
+        for (int j = 0; j < PAIR; j++) {
             float most = -CUDART_INF_F;
 #pragma unroll
             for (int c = 0; c < scores::C; c++)
-                most = fmaxf(most, x[c / 2][c % 2 * 2 + j]);
+                most = fmaxf(most, score(j, c));
             most = rows_max(most);
             if (g == 0)
-                m.most[warp][2 * t + j] = most;
+                m.most[warp][row_of(j)] = most;
         }
         __syncthreads();
-        float factor[2]; /* of what there is already */
+        float factor[PAIR]; /* of what there is already */
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
+        for (int j = 0; j < PAIR; j++) {
             const float before = top[j];
 #pragma unroll
             for (int w = 0; w < WARPS; w++)
-                top[j] = fmaxf(top[j], m.most[w][2 * t + j]);
+                top[j] = fmaxf(top[j], m.most[w][row_of(j)]);
             const float base = top[j] == -CUDART_INF_F ? 0.0f : top[j];
             factor[j] = exp2_fast((before - base) * LOG2E);
             sum[j] *= factor[j];
 #pragma unroll
             for (int c = 0; c < scores::C; c++) {
-                float &y = x[c / 2][c % 2 * 2 + j];
-                y = exp2_fast((y - base) * LOG2E);
-                sum[j] += y;
+                score(j, c) = exp2_fast((score(j, c) - base) * LOG2E);
+                sum[j] += score(j, c);
             }
         }
         if (a.drop_below)
             each_row([&](scores &y, int h) { drop_and_scale(y, a.keep_scale, a, s, head_of(a, s, h)); });
 #pragma unroll
-        for (int c = 0; c < scores::C; c++)
-            *(uint32_t *)(m.p[g] + (warp * OWN + 8 * c + 2 * t) *
-                                       2) = transpose_matrix(pack<T>(x[c / 2][c % 2 * 2], x[c / 2][c % 2 * 2 + 1]));
+        for (int r = 0; r < EIGHTS; r++)
+#pragma unroll
+            for (int c = 0; c < scores::C; c++)
+                *(uint32_t *)(m.p[r * 8 + g] + (warp * OWN + 8 * c + 2 * t) * 2) = transpose_matrix(
+                    pack(score(2 * r, c), score(2 * r + 1, c), type));
         wait_copies<1>();
         __syncthreads();
 
         /* Sums over every other 16 keys, where there would be one alone, so that products need not wait for each other. */
-        constexpr int SUMS = COLUMNS > 16 ? 1 : 2;
-        float more[SUMS][COLUMNS / 16][4] = {}, probe = 0.0f; /* NaN where any of it is not finite */
+        constexpr int SUMS = OF_O > 1 ? 1 : 2;
+        float more[SUMS][EIGHTS][OF_O][4] = {}, probe = 0.0f; /* NaN where any of it is not finite */
+        with_type(type, [&](auto as) {
 #pragma unroll
-        for (int n = 0; n < KEYS; n += 32) {
-            uint32_t P[4];
-            load_matrices(P, shared_address(m.p[lane % 8] + (n + lane / 8 * 8) * 2));
+            for (int n = 0; n < KEYS; n += 32) {
+                uint32_t P[EIGHTS][4];
 #pragma unroll
-            for (int half = 0; half < 2; half++)
+                for (int r = 0; r < EIGHTS; r++)
+                    load_matrices(P[r], shared_address(m.p[r * 8 + lane % 8] + (n + lane / 8 * 8) * 2));
 #pragma unroll
-                for (int c = 0; c < COLUMNS / 16; c++) {
-                    uint32_t y[4];
-                    load_matrices_transposed(y, shared_address(m.v[n + half * 16]) +
-                                                    place_of<S::BYTES>(lane % 8 + lane / 16 * 8,
-                                                                       (warp * COLUMNS / 16 + c) * 2 + lane / 8 % 2));
-                    multiply(more[half % SUMS][c], y, P[2 * half], P[2 * half + 1], T());
-                }
-        }
+                for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int c = 0; c < COLUMNS / 16; c++)
+                    for (int c = 0; c < OF_O; c++) {
+                        uint32_t y[4];
+                        load_matrices_transposed(y, shared_address(m.v[n + half * 16]) +
+                                                        place_of<Shared::BYTES>(lane % 8 + lane / 16 * 8,
+                                                                                (warp * OF_O + c) * 2 + lane / 8 % 2));
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                probe = fmaf(SUMS > 1 ? more[0][c][e] += more[SUMS - 1][c][e] : more[0][c][e], 0.0f, probe);
+                        for (int r = 0; r < EIGHTS; r++)
+                            multiply(more[half % SUMS][r][c], y, P[r][2 * half], P[r][2 * half + 1], as);
+                    }
+            }
+        });
+        auto each_sum = [&](auto do_sum) { /* of row j of the lane and a column */
+#pragma unroll
+                                           for (int r = 0; r < EIGHTS; r++)
+#pragma unroll
+                                               for (int c = 0; c < OF_O; c++)
+#pragma unroll
+                                                   for (int e = 0; e < 4; e++)
+                                                       do_sum(more[0][r][c][e], O[r][c][e], 2 * r + e % 2,
+                                                              warp * Shared::COLUMNS + c * 16 + e / 2 * 8 + g,
+                                                              more[SUMS - 1][r][c][e]);
+        };
+        each_sum([&](float &x, float &, int, int, float other) {
+            if (SUMS > 1)
+                x += other;
+            probe = fmaf(x, 0.0f, probe);
+        });
         if (__any_sync(~0u, probe != 0.0f))
-#pragma unroll
-            for (int c = 0; c < COLUMNS / 16; c++)
-#pragma unroll
-                for (int e = 0; e < 4; e += 2)
-                    sum_visible<T>(more[0][c][e], more[0][c][e + 1], m, 2 * t, warp * COLUMNS + c * 16 + e * 4 + g);
-#pragma unroll
-        for (int c = 0; c < COLUMNS / 16; c++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                O[c][e] = factor[e % 2] == 0.0f ? more[0][c][e] : fmaf(O[c][e], factor[e % 2], more[0][c][e]);
+            each_sum([&](float &x, float &, int j, int column, float) { sum_visible(x, m, row_of(j), column, type); });
+        each_sum(
+            [&](float &x, float &all, int j, int, float) { all = factor[j] == 0.0f ? x : fmaf(all, factor[j], x); });
         __syncthreads();
-        ask_v(tile + 1);
+        keys.ask_v(tile + 1);
     }
 
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < PAIR; j++) {
         sum[j] = rows_sum(sum[j]);
         if (g == 0)
-            m.sums[warp][2 * t + j] = sum[j];
+            m.sums[warp][row_of(j)] = sum[j];
     }
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        if (2 * t + j >= rows)
-            break;
-        const int64_t result = m.row[2 * t + j].result;
+    for (int j = 0; j < PAIR; j++) {
+        if (row_of(j) >= m.rows)
+            continue;
+        const int64_t result = m.row[row_of(j)].result;
 #pragma unroll
-        for (int c = 0; c < COLUMNS / 8; c++) {
-            const int column = warp * COLUMNS + c * 8 + g;
+        for (int c = 0; c < OF_O * 2; c++) {
+            const int column = warp * Shared::COLUMNS + c * 8 + g;
             if (column < a.Dv)
-                parts.o[result * a.Dv + column] = O[c / 2][c % 2 * 2 + j];
+                parts.o[result * a.Dv + column] = O[j / 2][c / 2][c % 2 * 2 + j % 2];
         }
         if (threadIdx.x < 4) {
             float all = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; w++)
-                all += m.sums[w][2 * t + j];
+                all += m.sums[w][row_of(j)];
             parts.most[result] = all == all ? top[j] : 0.0f; /* a NaN is to be seen */
             parts.sums[result] = all;
         }
     }
 }
 
-template <class T, int WIDTH>
-static heed_status run_wide(const args &a, parts_of_keys parts, const heed_plan *plan, const heed_exec *x)
+template <class T, int WIDTH, int EIGHTS>
+static heed_status run(const args &a, parts_of_keys parts, const heed_plan *plan, const heed_exec *x)
 {
-    static_assert(sizeof(shared_decode<WIDTH>) <= HEED_SHARED_SMALL);
+    using Shared = shared_decode<WIDTH, EIGHTS>;
+    static_assert(sizeof(Shared) <= HEED_SHARED_SMALL);
     parts.scale_in_cap = a.scale / a.softcap;
-    return launch_parts(decode_mma<T, WIDTH>, ROWS, THREADS, sizeof(shared_decode<WIDTH>), a, parts, plan, x);
+    return launch_parts(decode_mma<T, WIDTH, EIGHTS>, Shared::ROWS, THREADS, sizeof(Shared), a, parts, plan, x);
 }
 
-template <class T>
+template <class T, int EIGHTS>
 static heed_status run(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x)
 {
     const int width = HEED_MAX(a.D, a.Dv);
-    return width <= 64    ? run_wide<T, 64>(a, parts, plan, x)
-           : width <= 128 ? run_wide<T, 128>(a, parts, plan, x)
-                          : run_wide<T, 256>(a, parts, plan, x);
+    return width <= 64    ? run<T, 64, EIGHTS>(a, parts, plan, x)
+           : width <= 128 ? run<T, 128, EIGHTS>(a, parts, plan, x)
+                          : run<T, 256, EIGHTS>(a, parts, plan, x);
 }
 
 heed_status heed_cuda_decode_mma(const args &a, const parts_of_keys &parts, const heed_plan *plan, const heed_exec *x)
 {
-    return a.q.dtype == HEED_F16 ? run<__half>(a, parts, plan, x) : run<__nv_bfloat16>(a, parts, plan, x);
+    return a.G * a.Sq > 8          ? run<either, 2>(a, parts, plan, x)
+           : a.q.dtype == HEED_F16 ? run<__half, 1>(a, parts, plan, x)
+                                   : run<__nv_bfloat16, 1>(a, parts, plan, x);
 }

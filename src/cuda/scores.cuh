@@ -14,6 +14,10 @@
 #include "problem.cuh"
 #include "sm75.cuh"
 
+/* The type of q, k and v: T, or what it is at run time. */
+template <class T> __device__ inline T type_of(const args &) { return T(); }
+template <> __device__ inline either type_of<either>(const args &a) { return { a.q.dtype == HEED_BF16 }; }
+
 /* One head of one sequence. */
 struct head {
     int h, hk;

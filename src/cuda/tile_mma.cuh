@@ -168,10 +168,6 @@ template <int MT, int NT> __device__ inline void clear(float (&x)[MT][NT][4])
                 x[m][n][e] = 0.0f;
 }
 
-/* The type of q, k and v: T, or what it is at run time. */
-template <class T> __device__ inline T type_of(const args &) { return T(); }
-template <> __device__ inline either type_of<either>(const args &a) { return { a.q.dtype == HEED_BF16 }; }
-
 /* X += A B^T: rows `a_row` .. + 16 MT of tile A times rows b_row .. + 8 NT of tile B. */
 template <int D, int MT, int NT, class T>
 __device__ inline void multiply_rows(float (&X)[MT][NT][4], uint32_t A, int a_row, uint32_t B, int b_row, T type)
