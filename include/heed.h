@@ -169,7 +169,7 @@ typedef struct heed_attention {
      *           offsets[b+1]-1. Then q and o are [1, Hq, rows in all, D], k and v [1, Hk, keys in all, D], lse
      *           [1, Hq, rows in all, 1], B is `sequences`, and Sq and Sk, in the shapes of mask and bias, are
      *           max_rows and max_keys: bounds of the lengths that the caller promises. Rows outside of all sequences
-     *           are not touched.
+     *           are padding, too.
      * A ragged q goes with a ragged k or a paged k. offsets and lengths for one side contradict each other, except
      * that lengths_k may shorten a ragged k. */
     const int32_t *lengths_q, *lengths_k;

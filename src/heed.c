@@ -74,7 +74,11 @@ static heed_status run(const heed_attention *a, const heed_gradient *g, const he
         return s;
     if (x->backend != HEED_CUDA && (s = read_host_memory(&call->problem)))
         return s;
-    return has_results(&call->problem) ? call->plan.kernel->launch(&call->problem, &call->plan, x) : HEED_OK;
+    if (!has_results(&call->problem))
+        return HEED_OK;
+    if (x->backend != HEED_CUDA)
+        heed_fill_strays(&call->problem);
+    return call->plan.kernel->launch(&call->problem, &call->plan, x);
 }
 
 heed_status heed_forward(const heed_attention *a, const heed_exec *x) { return run(a, NULL, x); }

@@ -104,6 +104,8 @@ heed_status heed_check_delta(const heed_tensor *o, const heed_tensor *d_o, const
 
 /* HEED_BAD_ARGUMENT where lengths, offsets or pages, which only now can be read, point out of bounds. CPU memory. */
 heed_status heed_check_lengths(const heed_problem *p);
+/* Results of rows that are in no sequence, 0 and -inf. CPU memory; on a GPU what comes before the kernels fills them. */
+void heed_fill_strays(const heed_problem *p);
 void heed_span_of(const heed_problem *p, int64_t b, heed_span *s);
 void heed_span_full(const heed_problem *p, heed_span *s);
 

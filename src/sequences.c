@@ -2,8 +2,10 @@
  * decides; at the end, for memory that can be read, those that lengths, offsets and pages have to keep.
  */
 #include "internal.h"
+#include "numbers.h"
 
 #include <inttypes.h>
+#include <math.h>
 
 #define BAD(...) return heed_fail(HEED_BAD_ARGUMENT, __VA_ARGS__)
 
@@ -176,4 +178,32 @@ heed_status heed_check_lengths(const heed_problem *p)
         (s = check_each(names_k, a->lengths_k, a->offsets_k, p->B, p->Sk)))
         return s;
     return p->page ? check_pages(p) : HEED_OK;
+}
+
+/* Rows of a ragged tensor that no sequence has. */
+static void fill_strays(const heed_tensor *t, const int32_t *offsets, int64_t sequences, double value)
+{
+    if (!t->data || !offsets)
+        return;
+    for (int64_t h = 0; h < t->shape[1]; h++)
+        for (int64_t i = 0; i < t->shape[2]; i++)
+            if (i >= offsets[0] && i < offsets[sequences])
+                i = offsets[sequences] - 1; /* and on behind them */
+            else
+                for (int64_t c = 0; c < t->shape[3]; c++)
+                    heed_store(t->data, t->dtype, h * t->stride[1] + i * t->stride[2] + c * t->stride[3], value);
+}
+
+void heed_fill_strays(const heed_problem *p)
+{
+    const heed_attention *a = &p->a;
+    const heed_gradient *g = &p->g;
+    if (p->pass == HEED_FORWARD) {
+        fill_strays(&a->o, a->offsets_q, p->B, 0);
+        fill_strays(&a->lse, a->offsets_q, p->B, -INFINITY);
+    } else if (!g->accumulate) {
+        fill_strays(&g->d_q, a->offsets_q, p->B, 0);
+        fill_strays(&g->d_k, a->offsets_k, p->B, 0);
+        fill_strays(&g->d_v, a->offsets_k, p->B, 0);
+    }
 }

@@ -130,6 +130,42 @@ TEST(lengths_may_shorten_ragged_keys)
     }
 }
 
+/* heed.h: "Rows outside of all sequences are padding, too." Here those of the first and the last member, which hold NaN. */
+TEST(rows_of_no_sequence_are_padding)
+{
+    static const int32_t all_rows[] = { 5, 17, 0, 9 }, all_keys[] = { 6, 20, 3, 4 };
+    for_each_kernel(EITHER_PASS, kernel) {
+        test_case c = case_new(
+            &kernel,
+            (case_shape){ .B = 4, .Hq = 2, .D = 16, .form = RAGGED, .rows_of = all_rows, .keys_of = all_keys });
+        c.a.offsets_q++, c.a.offsets_k++, c.a.sequences = 2;
+        const int32_t *rows_at = c.a.offsets_q, *keys_at = c.a.offsets_k;
+        for (int64_t h = 0; h < 2; h++) {
+            for (int64_t i = 0; i < c.a.q.shape[2]; i++)
+                if (i < rows_at[0] || i >= rows_at[2])
+                    fill_row(&c.a.q, 0, h, i, NAN), fill_row(&c.g.d_o, 0, h, i, NAN);
+            for (int64_t j = 0; j < c.a.k.shape[2]; j++)
+                if (j < keys_at[0] || j >= keys_at[2])
+                    fill_row(&c.a.k, 0, h, j, NAN), fill_row(&c.a.v, 0, h, j, NAN);
+        }
+        case_check(&c);
+        for (int64_t h = 0; h < 2; h++) {
+            for (int64_t i = 0; i < c.a.q.shape[2]; i++) {
+                const int is_in = i >= rows_at[0] && i < rows_at[2];
+                assert_true(is_in || get(&c.a.lse, 0, h, i, 0) == -INFINITY);
+                for (int64_t d = 0; d < 16; d++) {
+                    assert_true(is_in || get(&c.a.o, 0, h, i, d) == 0);
+                    assert_true(is_in || !kernel.backward || get(&c.g.d_q, 0, h, i, d) == 0);
+                }
+            }
+            for (int64_t j = 0; kernel.backward && j < c.a.k.shape[2]; j++)
+                for (int64_t d = 0; d < 16 && (j < keys_at[0] || j >= keys_at[2]); d++)
+                    assert_true(get(&c.g.d_k, 0, h, j, d) == 0 && get(&c.g.d_v, 0, h, j, d) == 0);
+        }
+        case_free(&c);
+    }
+}
+
 /* A ragged k with a dense q: one step of decoding over sequences that lie end to end. */
 TEST(only_keys_may_be_ragged)
 {
@@ -198,6 +234,7 @@ int main(void)
         cmocka_unit_test(pages_may_have_any_size),
         cmocka_unit_test(a_ragged_q_goes_with_pages),
         cmocka_unit_test(lengths_may_shorten_ragged_keys),
+        cmocka_unit_test(rows_of_no_sequence_are_padding),
         cmocka_unit_test(only_keys_may_be_ragged),
         cmocka_unit_test(padded_and_ragged_agree_bit_for_bit),
     };

@@ -188,8 +188,7 @@ def attention_varlen(
 
     q: [rows in all, H, D], k: [keys in all, G, D], v: [keys in all, G, Dv]; the result is [rows in all, H, Dv].
     cu_seqlens_q, cu_seqlens_k: [B + 1] whole numbers: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Rows
-        of no sequence are padding: 0 in the result and in gradients on the CPU. On a GPU nothing is written there, so that
-        padding is better made a last sequence of its own.
+        of no sequence are padding: 0 in the result and in gradients.
     max_seqlen_q, max_seqlen_k: no sequence is longer.
     mask, bias: broadcastable to [B, H, max_seqlen_q, max_seqlen_k]; row and column 0 are a sequence's first.
     return_lse: [H, rows in all].

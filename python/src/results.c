@@ -2,7 +2,6 @@
 #include "call.h"
 #include "memory.h"
 
-#include <math.h>
 #include <string.h>
 
 /* What a view of a new tensor would say. */
@@ -14,32 +13,6 @@ static heed_tensor tensor_of(void *data, heed_dtype dtype, const form *f, const 
         t.stride[d] = axis[d] < 0 ? 0 : f->stride[axis[d]];
     }
     return t;
-}
-
-static int64_t elements(const form *f)
-{
-    int64_t n = 1;
-    for (int d = 0; d < f->ndim; d++)
-        n *= f->shape[d];
-    return n;
-}
-
-/* Whether there are rows of no sequence, which the library does not touch: in new memory they would be whatever was there
- * before. Of offsets on a GPU that could only be said after a wait. */
-static int has_rows_apart(const call *c, const int32_t *offsets, int64_t rows)
-{
-    return offsets && c->x.backend != HEED_CUDA && (offsets[0] > 0 || offsets[c->a.sequences] < rows);
-}
-
-static void clear(const form *f, void *data) { memset(data, 0, (size_t)(elements(f) * f->dtype.bits / 8)); }
-
-static void clear_lse(const form *f, const heed_tensor *lse)
-{
-    for (int64_t n = 0, count = elements(f); n < count; n++)
-        if (lse->dtype == HEED_F64)
-            ((double *)lse->data)[n] = -INFINITY;
-        else
-            ((float *)lse->data)[n] = -INFINITY;
 }
 
 /* ---- o and lse -------------------------------------------------------------------------------------------------- */
@@ -82,12 +55,9 @@ static form form_of_lse(const call *c)
 /* data: where o lies, or NULL where that has to be asked. */
 static int put_o(call *c, PyObject *o, const form *f, void *data)
 {
-    if (data)
-        c->a.o = tensor_of(data, c->a.q.dtype, f, call_layouts[c->layout].axis);
-    else if (call_view(c, o, "o", 1, &c->a.o))
-        return -1;
-    if (has_rows_apart(c, c->a.offsets_q, f->shape[0]))
-        clear(f, c->a.o.data);
+    if (!data)
+        return call_view(c, o, "o", 1, &c->a.o);
+    c->a.o = tensor_of(data, c->a.q.dtype, f, call_layouts[c->layout].axis);
     return 0;
 }
 
@@ -110,8 +80,6 @@ PyObject *call_new_lse(call *c)
         c->a.lse = tensor_of(data, type_of_lse(c), &f, call_row_axes[c->layout == THD]);
     else if (lse && call_view_rows(c, lse, "lse", &c->a.lse))
         Py_CLEAR(lse);
-    if (lse && has_rows_apart(c, c->a.offsets_q, f.shape[f.ndim - 1]))
-        clear_lse(&f, &c->a.lse);
     return lse;
 }
 
@@ -139,12 +107,6 @@ static const view *place_of_gradient(call *c, int n, heed_tensor **t)
     return n == GRAD_Q ? &c->q : &c->others[n - GRAD_K];
 }
 
-static void clear_gradient(const call *c, int n, const form *f, void *data)
-{
-    if (has_rows_apart(c, n == GRAD_Q ? c->a.offsets_q : c->a.offsets_k, f->shape[0]))
-        clear(f, data);
-}
-
 static PyObject *new_gradient(call *c, int n, PyObject *object)
 {
     heed_tensor *t;
@@ -156,8 +118,6 @@ static PyObject *new_gradient(call *c, int n, PyObject *object)
         *t = tensor_of(data, c->a.q.dtype, &f, call_layouts[c->layout].axis);
     else if (made && call_view(c, made, "gradient", 1, t))
         Py_CLEAR(made);
-    if (made)
-        clear_gradient(c, n, &f, t->data);
     return made;
 }
 
@@ -189,10 +149,8 @@ static void new_gradients_in_one(call *c, PyObject **gradients)
         f[n] = memory_form_like(place_of_gradient(c, n, &t[n]));
     if (memory_new_in_one(c->like, &c->q, f, COUNT, data, gradients))
         return;
-    for (int n = 0; n < COUNT; n++) {
+    for (int n = 0; n < COUNT; n++)
         *t[n] = tensor_of(data[n], c->a.q.dtype, &f[n], call_layouts[c->layout].axis);
-        clear_gradient(c, n, &f[n], data[n]);
-    }
 }
 
 int call_new_gradients(call *c, PyObject *const *args, const int *wants, int in_one, PyObject **gradients)
