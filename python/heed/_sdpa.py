@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import torch
 
 from heed import _api, _torch
@@ -16,14 +13,6 @@ def _with_batch(t: torch.Tensor, batch: torch.Size) -> torch.Tensor:
     t = t if t.dim() > 2 else t[None]
     t = t.expand(*batch, *t.shape[-3:])
     return t.reshape(-1, *t.shape[-3:]) if len(batch) != 1 else t
-
-
-def _alignment(attn_mask: Any) -> str | None:
-    """Of a CausalBias of torch.nn.attention.bias, which says what it is and holds no numbers; None of all others."""
-    bias = sys.modules.get("torch.nn.attention.bias")
-    if bias is None or not isinstance(attn_mask, bias.CausalBias):
-        return None
-    return "top_left" if attn_mask.variant == bias.CausalVariant.UPPER_LEFT else "bottom_right"
 
 
 def scaled_dot_product_attention(
@@ -46,7 +35,7 @@ def scaled_dot_product_attention(
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask: expected None where is_causal is set")
-    causal = "top_left" if is_causal else _alignment(attn_mask) or False
+    causal = "top_left" if is_causal else _torch.causal_bias(attn_mask) or False
     attn_mask = None if causal else attn_mask
     given = (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask))
     for name, t in given if attn_mask is not None else given[:3]:

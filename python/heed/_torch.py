@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from typing import Any
 
 import torch
@@ -33,6 +34,14 @@ def _capsule(t: torch.Tensor) -> Any:
 # ---- Putting a call in order -------------------------------------------------------------------------------------------
 
 
+def causal_bias(t: Any) -> str:
+    """Of a CausalBias of torch.nn.attention.bias, which says what it is and holds no numbers; "" of all others."""
+    bias = None if type(t) is torch.Tensor else sys.modules.get("torch.nn.attention.bias")
+    if bias is None or not isinstance(t, bias.CausalBias):
+        return ""
+    return "top_left" if t.variant == bias.CausalVariant.UPPER_LEFT else "bottom_right"
+
+
 def check(name: str, t: Any) -> None:
     """An error unless t is a tensor that has its numbers in memory, in a dtype that is a number's."""
     if not isinstance(t, torch.Tensor):
@@ -43,6 +52,8 @@ def check(name: str, t: Any) -> None:
         raise TypeError(f"{name}: has layout {t.layout}, expected a dense tensor")
     if t.is_complex() or t.is_quantized:
         raise TypeError(f"{name}: dtype is {t.dtype}, expected a real one")
+    if causal_bias(t):
+        raise TypeError(f"{name}: is a {type_name(t)}, which holds no numbers; expected a tensor that does (see causal)")
     if t.is_meta and type(t) in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(f"{name}: is a meta tensor, which has no data; expected one on the CPU or a CUDA device")
 

@@ -67,6 +67,8 @@ def test_a_causal_bias_of_torch_is_causal(S, T, device):
     assert torch.equal(heed.scaled_dot_product_attention(q, k, k, lower), heed.attention(q, k, k, causal=True))
     with pytest.raises(ValueError, match="attn_mask: expected None"):
         heed.scaled_dot_product_attention(q, k, k, upper, is_causal=True)
+    with pytest.raises(TypeError, match="bias: is a .*CausalBias, which holds no numbers"):
+        heed.attention(q, k, k, bias=upper)
 
 
 def test_scaled_dot_product_attention_broadcasts_and_refuses(device):
