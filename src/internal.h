@@ -162,7 +162,8 @@ enum {
     HEED_USES_ORDER = 1 << 18,     /* backward: sums in a fixed order */
     HEED_USES_LOOSE = 1 << 19,     /* a mask or bias of which eight keys are not always one piece of memory */
     HEED_USES_STRAY = 1 << 20,     /* a mask or bias that Hopper's copy engine cannot fetch */
-    HEED_USES_ALL = (1 << 21) - 1,
+    HEED_USES_STEEP = 1 << 21,     /* backward: a softcap below 1 */
+    HEED_USES_ALL = (1 << 22) - 1,
 
     HEED_FOR_ROWS = 1 << 28,   /* of a kernel: what heed_are_few() says or is narrower gets it only by name, */
     HEED_FOR_LONG = 1 << 29,   /* what heed_is_long() does not call long likewise */

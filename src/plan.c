@@ -97,7 +97,8 @@ static const char *const use_names[] = { "causal or window",
                                          "products by fp32 instructions alone",
                                          "sums in a fixed order",
                                          "a mask or bias that cannot be read eight keys at a time",
-                                         "a mask or bias whose rows are not whole and at multiples of 16 bytes" };
+                                         "a mask or bias whose rows are not whole and at multiples of 16 bytes",
+                                         "a softcap below 1" };
 
 __attribute__((format(printf, 2, 3))) static void say(heed_text *text, const char *format, ...)
 {
@@ -164,6 +165,7 @@ unsigned heed_uses_of(const heed_problem *p)
     uses |= a->mask.data ? HEED_USES_MASK : 0;
     uses |= a->bias.data ? HEED_USES_BIAS : 0;
     uses |= a->softcap > 0 ? HEED_USES_SOFTCAP : 0;
+    uses |= a->softcap > 0 && a->softcap < 1 && p->pass == HEED_BACKWARD ? HEED_USES_STEEP : 0;
     uses |= a->alibi.data ? HEED_USES_ALIBI : 0;
     uses |= a->sink.data ? HEED_USES_SINK : 0;
     uses |= p->drop_below ? HEED_USES_DROPOUT : 0;

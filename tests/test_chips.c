@@ -68,6 +68,7 @@ static void use_repeated_bias(sample *s)
     memcpy(s->a.bias.stride, (int64_t[4]){ 0, 96, 0, 1 }, sizeof s->a.bias.stride);
 }
 static void use_softcap(sample *s) { s->a.softcap = 20; }
+static void use_steep_softcap(sample *s) { s->a.softcap = 0.5f; }
 static void use_alibi(sample *s) { s->a.alibi = shape(HEED_F32, 1, 4, 1, 1); }
 static void use_sink(sample *s) { s->a.sink = shape(HEED_F32, 1, 4, 1, 1); }
 static void use_dropout(sample *s) { s->a.dropout = 0.5f; }
@@ -131,6 +132,7 @@ static const struct feature {
     { use_stray_bias, HEED_USES_BIAS | HEED_USES_STRAY, "bias", 0 },
     { use_repeated_bias, HEED_USES_BIAS, "bias", 0 },
     { use_softcap, HEED_USES_SOFTCAP, "softcap", 0 },
+    { use_steep_softcap, HEED_USES_SOFTCAP | HEED_USES_STEEP, "softcap", 1 },
     { use_alibi, HEED_USES_ALIBI, "ALiBi", 0 },
     { use_sink, HEED_USES_SINK, "sink", 0 },
     { use_dropout, HEED_USES_DROPOUT, "dropout", 0 },

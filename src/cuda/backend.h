@@ -61,7 +61,7 @@ heed_status heed_delta_cuda(const heed_tensor tensors[4], const heed_exec *x);
         HEED_USES_BAND | HEED_USES_STRIDE | HEED_USES_MASK | HEED_USES_BIAS | HEED_USES_SOFTCAP | HEED_USES_ALIBI |    \
             HEED_USES_SINK | HEED_USES_DROPOUT | HEED_USES_LENGTHS | HEED_USES_UNEQUAL | HEED_USES_SCALE |             \
             HEED_USES_UNALIGNED | HEED_USES_REVERSED | HEED_USES_ORDER | HEED_USES_LOOSE | HEED_USES_STRAY |           \
-            HEED_FOR_LONG
+            HEED_USES_STEEP | HEED_FOR_LONG
 #define HEED_NEEDS_forward_sm90split HEED_NEEDS_sm90split
 #define HEED_NEEDS_backward_sm90split HEED_NEEDS_sm90split
 

@@ -100,7 +100,8 @@ __device__ inline void careful_probabilities(float (&S)[COLUMNS / 2], const int2
     }
 }
 
-/* The softcap's slope, 1 - tanh^2, from P, which is 0 or normal: P = 0 takes no gradient anyway. */
+/* The softcap's slope, 1 - tanh^2, from P, which is 0 or normal: P = 0 takes no gradient anyway. What P is rounded by is divided
+ * by the softcap, so that small ones are left to others: HEED_USES_STEEP. */
 __device__ inline float slope_at(const score_rule &rule, float P, float L)
 {
     const float u = (log2_fast(P) + L) * rule.out_inverse;
