@@ -80,7 +80,7 @@ TEST(dropout_goes_with_all_else)
 TEST(bits_follow_positions_even_negative_ones)
 {
     for_each_kernel(EITHER_PASS, kernel)
-        for (int64_t n = 0; n < 3; n++) {
+        for (int64_t n = 0; n < 6; n++) { /* keys with a draw for several, and for each */
             test_case c = case_new(&kernel, shape);
             c.a.align = HEED_ALIGN_POSITION;
             c.a.query_position = -17 + 4 * n, c.a.key_position = 5 - 30 * n;

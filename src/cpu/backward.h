@@ -288,7 +288,8 @@ heed_status ISA(heed_backward)(const heed_problem *p, const heed_plan *plan, con
     backward_all(&x);
     if (p->g.d_bias.data) {
         const int64_t *shape = p->g.d_bias.shape;
-        clear_bias(&p->g.d_bias);
+        if (p->a.key_stride > 1)
+            clear_bias(&p->g.d_bias);
         parallel_for(plan->threads,
                      shape[0] * shape[1] * (shape[2] == 1 ? 1 : x.f.row_blocks) * (shape[3] == 1 ? 1 : x.f.key_blocks),
                      bias_owned, &x);

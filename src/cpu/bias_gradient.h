@@ -5,25 +5,36 @@
  * where a broadcast dimension counts as one: it walks over all that the dimension stands for, computing dS again. */
 
 #if !HEED_SPLIT
-/* Elements of dbias that stand for no visible pair have no owner. */
+/* Row i of dbias, from column `first` on, every step-th: n numbers. */
+static void store_bias(const heed_tensor *t, int64_t b, int64_t h, int64_t i, int64_t first, int64_t step,
+                       const float *from, int64_t n)
+{
+    int64_t at = b * t->stride[0] + h * t->stride[1] + i * t->stride[2] + first * t->stride[3];
+    store_row((char *)t->data + at * (int64_t)heed_dtype_size(t->dtype), t->dtype, t->stride[3] * step, from, n, 1);
+}
+
+/* Columns that the key stride leaves out have no owner. */
 static void clear_bias(const heed_tensor *t)
 {
+    static const float zeros[BC];
     for (int64_t b = 0; b < t->shape[0]; b++)
         for (int64_t h = 0; h < t->shape[1]; h++)
             for (int64_t i = 0; i < t->shape[2]; i++)
-                for (int64_t c = 0; c < t->shape[3]; c++)
-                    heed_store(t->data, t->dtype,
-                               b * t->stride[0] + h * t->stride[1] + i * t->stride[2] + c * t->stride[3], 0);
+                for (int64_t c = 0; c < t->shape[3]; c += BC)
+                    store_bias(t, b, h, i, c, 1, zeros, HEED_MIN(BC, t->shape[3] - c));
 }
 
 /* Sums of dS over the blocks of an owner, [rows or 1][keys or 1]. */
 static void add_to_bias(const backward_block *b, double *sums, const float *dS, int one_row, int one_column)
 {
-    for (int64_t r = 0; r < b->rows; r++)
-        for (int64_t n = HEED_MAX(b->row[r].first, b->n0); n < HEED_MIN(b->row[r].last, b->n1); n++) {
-            int64_t c = n - b->n0;
-            sums[(one_row ? 0 : r) * BC + (one_column ? 0 : c)] += dS[r * LDS + c];
-        }
+    for (int64_t r = 0; r < b->rows; r++) {
+        int64_t first = HEED_MAX(b->row[r].first, b->n0) - b->n0, last = HEED_MIN(b->row[r].last, b->n1) - b->n0;
+        double *to = sums + (one_row ? 0 : r) * BC;
+        for (int64_t c = first; c < last && one_column; c++)
+            to[0] += dS[r * LDS + c];
+        for (int64_t c = first; c < last && !one_column; c++)
+            to[c] += dS[r * LDS + c];
+    }
 }
 
 static void bias_owned(void *context, int64_t index, int thread)
@@ -67,17 +78,18 @@ static void bias_owned(void *context, int64_t index, int thread)
                     }
             }
     }
-    int64_t rows = one_row ? 1 : HEED_MIN(x->f.block, p->Sq - block * x->f.block);
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < (one_column ? 1 : HEED_MIN(x->f.key_block, x->f.keys - key_block * x->f.key_block));
-             c++) {
-            int64_t column = one_column ? 0 : col + (key_block * x->f.key_block + c) * col_step;
-            if (column < t->shape[3])
-                heed_store(t->data, t->dtype,
-                           batch * t->stride[0] + h * t->stride[1] + (block * x->f.block + r) * t->stride[2] +
-                               column * t->stride[3],
-                           sums[r * BC + c]);
-        }
+    int64_t rows = one_row ? 1 : HEED_MIN(x->f.block, p->Sq - block * x->f.block), first = key_block * x->f.key_block;
+    int64_t keys = one_column ? 1 : HEED_MIN(x->f.key_block, x->f.keys - first), column = col + first * col_step;
+    if (one_column)
+        column = 0;
+    while (keys > 0 && column + (keys - 1) * col_step >= t->shape[3])
+        keys--;
+    for (int64_t r = 0; r < rows; r++) {
+        float row[BC];
+        for (int64_t c = 0; c < keys; c++)
+            row[c] = (float)sums[r * BC + c];
+        store_bias(t, batch, h, block * x->f.block + r, column, col_step, row, keys);
+    }
 }
 
 #endif

@@ -100,14 +100,22 @@ static inline void query_at(const heed_problem *p, const heed_span *s, int64_t h
         heed_band(p, s, i, &q->first, &q->last);
 }
 
-/* Of row q and keys [n, n + count): the bias as floats, or 1 and 0 of a mask. The columns need not be neighbours. */
+/* Of row q and keys [n, n + count): the bias as floats, or 1 and 0 of a mask. The columns need not be neighbours. What the row
+ * below reads in the next tile is asked for: a whole matrix of them comes from memory. */
 static void load_bias(float *out, const heed_tensor *t, const heed_span *s, query q, int64_t n, int64_t count)
 {
-    int64_t step = t->stride[3] * s->col_step;
+    int64_t step = t->stride[3] * s->col_step, size = (int64_t)heed_dtype_size(t->dtype),
+            below = t->stride[2] * size * MR;
     const char *row = (const char *)t->data + (s->b * t->stride[0] + q.h * t->stride[1] + q.i * t->stride[2] +
                                                (s->col + n * s->col_step) * t->stride[3]) *
-                                                  (int64_t)heed_dtype_size(t->dtype);
-    if (t->dtype == HEED_BOOL)
+                                                  size;
+    if (below && step == 1 && q.i + MR < s->rows)
+        for (int64_t at = 0; at < count * size; at += LINE)
+            __builtin_prefetch(row + below + at, 0, 2);
+    if (t->dtype == HEED_BOOL && step == 1)
+        for (int64_t c = 0; c < count; c++)
+            out[c] = ((const uint8_t *)row)[c] ? 1.0f : 0.0f;
+    else if (t->dtype == HEED_BOOL)
         for (int64_t c = 0; c < count; c++)
             out[c] = ((const uint8_t *)row)[c * step] ? 1.0f : 0.0f;
     else
@@ -135,7 +143,7 @@ static void change_row(const job *j, const heed_span *span, query q, float *s, f
     int64_t first = HEED_MAX(q.first - n0, from), last = HEED_MIN(q.last - n0, to);
     if (first >= last)
         return;
-    float bias[BC], mask[BC];
+    float bias[BC + W], mask[BC + W];
     if (a->bias.data)
         load_bias(bias + first, &a->bias, span, q, n0 + first, last - first);
     if (a->mask.data)
@@ -145,24 +153,28 @@ static void change_row(const job *j, const heed_span *span, query q, float *s, f
                       : 0;
     float cap = a->softcap, per_cap = cap > 0 ? 1 / cap : 0;
     int64_t distance = span->r0 + (n0 + first) * span->r_step - (span->p0 + q.i * span->p_step);
-    for (int64_t c = first; c < last; c++)
-        s[c] *= j->s_scale;
+    vec hidden = vec_set1(-INFINITY); /* the last steps may run over columns that are reset when all is done */
+    for (int64_t c = first; c < last; c += W)
+        vec_store(s + c, vec_mul(vec_load(s + c), vec_set1(j->s_scale)));
     if (cap > 0)
-        for (int64_t c = first; c < last; c += W) { /* the last step may run over columns that are reset below */
+        for (int64_t c = first; c < last; c += W) {
             vec t = vec_tanh(vec_mul(vec_load(s + c), vec_set1(per_cap)));
             vec_store(s + c, vec_mul(t, vec_set1(cap)));
             if (slope)
                 vec_store(slope + c, vec_sub(vec_set1(1), vec_mul(t, t)));
         }
     if (a->bias.data)
-        for (int64_t c = first; c < last; c++)
-            s[c] = bias[c] == -INFINITY ? bias[c] : s[c] + bias[c]; /* hidden, also if s is NaN */
+        for (int64_t c = first; c < last; c += W) {
+            vec x = vec_load(bias + c);
+            vec sum = vec_add(vec_load(s + c), x);
+            vec_store(s + c, vec_less(x, vec_set1(-FLT_MAX), hidden, sum)); /* also if s is NaN */
+        }
     if (alibi != 0)
         for (int64_t c = first; c < last; c++)
             s[c] -= alibi * (float)fabs((double)(distance + (c - first) * span->r_step));
     if (a->mask.data)
-        for (int64_t c = first; c < last; c++)
-            s[c] = mask[c] != 0 ? s[c] : -INFINITY;
+        for (int64_t c = first; c < last; c += W)
+            vec_store(s + c, vec_less(vec_load(mask + c), vec_set1(1), hidden, vec_load(s + c)));
 }
 
 /* S of one row from the tile's products, columns [from, to) of the block at key n0, in place; -inf where the row does
@@ -175,21 +187,31 @@ static inline void adjust_row(const job *j, const heed_span *span, query q, floa
     hide_columns(s, &q, n0, from, to);
 }
 
-/* out[c] = keep_scale where dropout keeps the pair, else 0; key n0 + c. */
+/* out[c] = keep_scale where dropout keeps the pair, else 0; key n0 + c. Eight neighbouring positions share a draw: all draws
+ * of the row come first, which a compiler makes vectors of. */
 static void keep_row(const job *j, const heed_span *s, query q, float *out, int64_t n0, int64_t from, int64_t to)
 {
-    uint32_t words[4] = { 0 };
-    int64_t p = s->p0 + q.i * s->p_step, drawn = INT64_MIN;
+    uint32_t words[BC + 1][4];
+    uint16_t numbers[(BC + 1) * 8];
+    const int64_t step = s->r_step, r = s->r0 + (n0 + from) * step, keys = HEED_MIN(to, s->keys - n0) - from;
+    const int dense = step < 8; /* else each key has a draw of its own */
+    const int64_t draws = dense && keys > 0 ? ((r + (keys - 1) * step) >> 3) - (r >> 3) + 1 : keys;
+    const uint32_t row = (uint32_t)(s->p0 + q.i * s->p_step), head = (uint32_t)q.h, batch = (uint32_t)s->b;
+    for (int64_t i = 0; i < draws; i++) {
+        uint32_t counter[4] = { (uint32_t)(dense ? (r >> 3) + i : (r + i * step) >> 3), row, head, batch };
+        heed_philox(j->seed, counter, words[i]);
+    }
+    for (int64_t i = 0; i < draws; i++)
+        each(k, 8)
+            numbers[8 * i + k] = (uint16_t)(words[i][k / 2] >> (16 * (k % 2)));
+    const uint32_t below = j->p->drop_below;
+    const float kept = j->keep_scale;
+    if (step == 1)
+        for (int64_t c = 0; c < keys; c++)
+            out[from + c] = numbers[(r & 7) + c] < below ? 0 : kept;
+    else
+        for (int64_t c = 0; c < keys; c++)
+            out[from + c] = numbers[dense ? (r & 7) + c * step : 8 * c + ((r + c * step) & 7)] < below ? 0 : kept;
     for (int64_t c = HEED_MAX(from, s->keys - n0); c < to; c++)
         out[c] = 0; /* beyond the last key */
-    for (int64_t c = from; c < HEED_MIN(to, s->keys - n0); c++) {
-        int64_t r = s->r0 + (n0 + c) * s->r_step;
-        if (r >> 3 != drawn) {
-            uint32_t counter[4] = { (uint32_t)(r >> 3), (uint32_t)p, (uint32_t)q.h, (uint32_t)s->b };
-            heed_philox(j->seed, counter, words);
-            drawn = r >> 3;
-        }
-        uint32_t bits = words[(r & 7) >> 1] >> (16 * (r & 1)) & 0xFFFFu;
-        out[c] = bits < j->p->drop_below ? 0 : j->keep_scale;
-    }
 }
