@@ -8,11 +8,9 @@ from heed import _api, _torch
 from heed._arguments import flag
 
 
-def _with_batch(t: torch.Tensor, batch: torch.Size) -> torch.Tensor:
-    """[..., H, S, D] with its leading dimensions broadcast to `batch`, as one dimension."""
-    t = t if t.dim() > 2 else t[None]
-    t = t.expand(*batch, *t.shape[-3:])
-    return t.reshape(-1, *t.shape[-3:]) if len(batch) != 1 else t
+def _one_batch(t: torch.Tensor) -> torch.Tensor:
+    """[..., H, S, D] with its leading dimensions as one."""
+    return t.flatten(0, -4) if t.dim() > 3 else t[None]
 
 
 def scaled_dot_product_attention(
@@ -51,23 +49,30 @@ def scaled_dot_product_attention(
         _torch.check(name, t)
         if t.dim() < 2:
             raise ValueError(f"{name}: has {t.dim()} dimensions, expected at least 2: [..., sequence, head_dim]")
-    shapes = [t.shape[:-3] for t in (query, key, value)]
-    if attn_mask is not None:
-        shapes.append(attn_mask.shape[:-3])
+    rank = max(t.dim() for t in (query, key, value))
+    one_head = rank == 2 or (rank == 3 and not enable_gqa)  # [S, D], or [N, S, D]: N is a batch then, and may be 0
+    if one_head:
+        query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
+        attn_mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(-3)
+    kept = 3 if enable_gqa else 2  # the dimensions that are not broadcast
+    parts = [t if t.dim() > 2 else t[None] for t in (query, key, value)]
     try:
-        batch = torch.broadcast_shapes(*shapes)
+        lead = torch.broadcast_shapes(*(t.shape[:-kept] for t in parts))
     except RuntimeError:
-        batches = ", ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"query, key, value, attn_mask: leading dimensions are {batches}; expected some that broadcast") from None
-    q, k, v = (_with_batch(t, batch) for t in (query, key, value))
-    heads = q.shape[1]
-    if not enable_gqa and (k.shape[1] != heads or v.shape[1] != heads):
-        if any(n not in (1, heads) for n in (k.shape[1], v.shape[1])):
-            raise ValueError(f"key: has {k.shape[1]} heads, query has {heads}; enable_gqa allows a divisor of that")
-        k, v = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
+        leads = ", ".join(str(list(t.shape[:-kept])) for t in parts)
+        expected = "some that broadcast" + ("" if enable_gqa else "; enable_gqa allows key a divisor of query's heads")
+        raise ValueError(f"query, key, value: leading dimensions are {leads}; expected {expected}") from None
+    parts = [t.expand(*lead, *t.shape[-kept:]) for t in parts]
+    batch = parts[0].shape[:-3]
     if attn_mask is not None and attn_mask.dim() > 3:
-        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
+        while attn_mask.dim() > len(batch) + 3 and attn_mask.shape[0] == 1:
+            attn_mask = attn_mask[0]
+        try:
+            attn_mask = _one_batch(attn_mask.expand(*batch, *attn_mask.shape[-3:]))
+        except RuntimeError:
+            leads, expected = list(attn_mask.shape[:-3]), f"{list(batch)} or ones"
+            raise ValueError(f"attn_mask: leading dimensions are {leads}, expected {expected}") from None
     mask, bias = (attn_mask, None) if mask is not None else (None, attn_mask)
-    o = _api.attention(q, k, v, causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
+    o = _api.attention(*map(_one_batch, parts), causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
     o = o.reshape(*batch, *o.shape[1:])
-    return o.squeeze(-3) if max(t.dim() for t in (query, key, value)) == 2 else o
+    return o.squeeze(-3) if one_head else o

@@ -85,11 +85,41 @@ def test_scaled_dot_product_attention_broadcasts_and_refuses(device):
         assert torch.allclose(heed.scaled_dot_product_attention(q4, key, value), want, atol=1e-5)
     with pytest.raises(ValueError, match="attn_mask: expected None"):
         heed.scaled_dot_product_attention(q, k, k, attn_mask=mask, is_causal=True)
-    with pytest.raises(ValueError, match="key: has 2 heads, query has 4"):
+    with pytest.raises(ValueError, match=r"are \[3, 4\], \[1, 2\], \[1, 2\]; .* that broadcast; enable_gqa allows"):
         heed.scaled_dot_product_attention(q[0], k[0, :, :2], k[0, :, :2])
+    for size in (3, 5, 7), (2, 3, 4, 5, 7):
+        with pytest.raises(ValueError, match="attn_mask: leading dimensions are .*, expected .* or ones"):
+            heed.scaled_dot_product_attention(q[0, 0, 0], k[0, 0, 0], k[0, 0, 0], torch.ones(size, device=device))
     torch.manual_seed(0)
     dropped = heed.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     assert not torch.equal(dropped, heed.scaled_dot_product_attention(q, q, q))
+
+
+@pytest.mark.parametrize(
+    "sizes",  # of query, key and value, and of a mask
+    [
+        ((1, 5), (4, 7)),  # queries that all of a batch share, or all heads
+        ((2, 1, 5), (2, 4, 7)),
+        ((5,), (2, 4, 7)),
+        ((2, 3, 1, 5), (3, 4, 7)),
+        ((0, 5), (0, 7)),  # a batch of none
+        ((4, 0), (4, 7), (1, 7)),
+        ((4, 5), (4, 7), (1, 4, 5, 7)),  # a mask with more ones before it than the scores have
+        ((4, 5), (4, 7), (1, 1, 5, 7)),
+        ((2, 4, 5), (2, 4, 7), (1, 2, 1, 5, 7)),
+    ],
+)
+def test_scaled_dot_product_attention_of_any_leading_dimensions(sizes, device):
+    torch.manual_seed(0)
+    sizes, masks = [(*size, 8) for size in sizes[:2]], sizes[2:]
+    q, k, v = (torch.randn(size, device=device, requires_grad=True) for size in (sizes[0], sizes[1], sizes[1]))
+    mask = torch.randn(masks[0], device=device) if masks else None
+    o = heed.scaled_dot_product_attention(q, k, v, mask)
+    scores = q @ k.mT * 8**-0.5
+    want = (scores if mask is None else scores + mask.reshape(mask.shape[-scores.dim() :])).softmax(-1) @ v
+    torch.testing.assert_close(o, want, rtol=1e-5, atol=1e-5)
+    grads, wanted = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (o, want))
+    torch.testing.assert_close(grads, wanted, rtol=1e-5, atol=1e-5)
 
 
 def turned(t, positions, base):
