@@ -107,6 +107,11 @@ def main():
     parser.add_argument("--attention", default="heed,torch")
     parser.add_argument("--plot", metavar="FILE")
     o = parser.parse_args()
+    if o.plot:
+        try:
+            import matplotlib  # noqa: F401  # before the training, not after
+        except ImportError as error:
+            parser.error(f"--plot: needs matplotlib ({error})")
     curves, seconds, model = {}, {}, None
     for name in o.attention.split(","):
         curves[name], seconds[name], trained = train(name, o)

@@ -77,6 +77,12 @@ def test_train_gpt_learns_and_both_curves_agree(device, tmp_path):
     assert not more or (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_train_gpt_asks_for_matplotlib_before_it_trains():
+    hidden = "import runpy, sys\nsys.modules['matplotlib'] = None\nsys.argv = ['train.py', '--steps', '1', '--plot', 'no.png']\n" \
+             "runpy.run_path('train.py', run_name='__main__')\n"
+    assert not run("train_gpt", "-c", hidden, expect=2)
+
+
 def test_long_context_agrees_with_one_process(tmp_path):
     pytest.importorskip("transformers")
     out = run("long_context", "run.py", "--ranks", "4", "--tokens", "200", "--trace", str(tmp_path / "trace"))
