@@ -339,6 +339,19 @@ def test_sdpa_is_heeds_while_activated(activated, rows, keys, causal, masked, de
     assert activated == [1] and all(torch.equal(a, b) for a, b in zip(again, want))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)])
+@pytest.mark.parametrize("kind", ["CPU", "CUDA"])
+def test_sdpa_has_the_strides_that_compiled_programs_count_on(kind, order):
+    x = torch.randn([(2, 3, 5, 8)[i] for i in order]).permute([order.index(i) for i in range(4)])
+    ours = for_sdpa.OPERATORS[kind]
+    def strides(forward, backward, x):
+        o, lse, *more = forward(x, x, x)
+        more = [*more[:4], 0.0, False, *more[4:6]] if more else [0.0, False]
+        return [t.stride() for t in (o, lse, *backward(o, x, x, x, o, lse, *more))]
+    theirs = [getattr(torch.ops.aten, name) for name in ours]
+    assert strides(*ours.values(), x) == strides(*theirs, x.to("meta"))
+
+
 @pytest.mark.filterwarnings("ignore:.*(Flash attention|fused kernels|ttention kernel not)")
 def test_what_other_backends_compute_stays_theirs(activated, device):
     """The table in docs/python/pytorch.md."""

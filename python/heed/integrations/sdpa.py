@@ -46,7 +46,12 @@ class Activation:
 
 def forward(query, key, value, **options):
     with torch.no_grad():  # the operators are below autograd, which calls their backward by itself
-        return heed.attention(query, key, value, return_lse=True, **options)
+        o, lse = heed.attention(query, key, value, return_lse=True, **options)
+    if o.stride() != query.stride():
+        want = torch.empty_like(query, device="meta").stride()
+        if o.shape == query.shape and any(n > 1 and a != b for n, a, b in zip(o.shape, o.stride(), want)):
+            o = torch.empty_strided(o.shape, want, dtype=o.dtype, device=o.device).copy_(o)
+    return o, lse
 
 
 def backward(grad_out, query, key, value, out, logsumexp, **options):
@@ -54,7 +59,14 @@ def backward(grad_out, query, key, value, out, logsumexp, **options):
         return tuple(heed.attention_backward(grad_out, query, key, value, out, logsumexp, **options)[:3])
 
 
+def rows_first(t):
+    """[B, H, S] or [B, H, S, D] with the memory of [B, S, H, ...]."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 # ---- The operators, with the arguments of their schemas ---------------------------------------------------------------
+#
+# What they return has the strides of what PyTorch's own return: programs that torch.compile made count on them.
 
 def options_cpu(dropout_p, is_causal, attn_mask, scale):
     if dropout_p:
@@ -67,11 +79,13 @@ def options_cpu(dropout_p, is_causal, attn_mask, scale):
 
 
 def forward_cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    return forward(query, key, value, **options_cpu(dropout_p, is_causal, attn_mask, scale))
+    o, lse = forward(query, key, value, **options_cpu(dropout_p, is_causal, attn_mask, scale))
+    return o, rows_first(lse)
 
 
 def backward_cpu(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
-    return backward(grad_out, query, key, value, out, logsumexp, **options_cpu(dropout_p, is_causal, attn_mask, scale))
+    options = options_cpu(dropout_p, is_causal, attn_mask, scale)
+    return tuple(rows_first(t) for t in backward(grad_out, query, key, value, out, logsumexp, **options))
 
 
 def options_cuda(dropout_p, is_causal, scale, rng_state):
