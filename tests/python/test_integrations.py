@@ -190,7 +190,8 @@ def attention_module(**changes):
     torch.manual_seed(0)
     attn = types.SimpleNamespace(
         heads=4, spatial_norm=None, group_norm=None, norm_cross=None, norm_q=None, norm_k=None, residual_connection=False,
-        rescale_output_factor=1.0, to_q=nn.Linear(32, 32), to_k=nn.Linear(32, 32), to_v=nn.Linear(32, 32),
+        rescale_output_factor=1.0, added_kv_proj_dim=None, scale=8**-0.5,
+        to_q=nn.Linear(32, 32), to_k=nn.Linear(32, 32), to_v=nn.Linear(32, 32),
         to_out=nn.ModuleList([nn.Linear(32, 32), nn.Dropout(0.0)]),
         prepare_attention_mask=lambda mask, keys, batch: mask.repeat_interleave(4, 0))
     for name, value in changes.items():
@@ -220,6 +221,12 @@ def test_processor_images_norms_and_residual():
     close(for_diffusers.HeedAttnProcessor()(attn, image), want)
 
 
+@pytest.mark.parametrize("attn", [attention_module(added_kv_proj_dim=32), attention_module(is_causal=True), nn.Linear(32, 32)])
+def test_processor_refuses_what_is_more_than_it_computes(attn):
+    with pytest.raises(ValueError, match="attn: is a .* with more to it"):
+        for_diffusers.HeedAttnProcessor()(attn, torch.randn(2, 10, 32))
+
+
 def test_backend_takes_diffusers_order_and_masks():
     q, k, v = (t.transpose(1, 2) for t in qkv(keys=9))
     want = lambda mask=None, **more: F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), mask, **more)
@@ -240,16 +247,16 @@ def test_backend_takes_diffusers_order_and_masks():
 
 @needs("diffusers")
 @pytest.mark.parametrize("more", [{}, {"cross_attention_dim": 24}, {"norm_num_groups": 4, "residual_connection": True},
-                                  {"qk_norm": "layer_norm"}])
+                                  {"qk_norm": "layer_norm"}, {"scale_qk": False}])
 def test_processor_in_the_real_attention(more):
-    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+    from diffusers.models.attention_processor import Attention
     torch.manual_seed(0)
     attn = Attention(query_dim=32, heads=4, dim_head=8, **more)
     x, text = torch.randn(2, 10, 32), torch.randn(2, 7, 24) if "cross_attention_dim" in more else None
     mask = torch.zeros(2, 1, 7 if text is not None else 10).masked_fill_(torch.rand(2, 1, 1) < 0.5, -1.0)
     mask[..., 3:] = -10000.0
     results = []
-    for processor in AttnProcessor2_0(), for_diffusers.HeedAttnProcessor():
+    for processor in attn.processor, for_diffusers.HeedAttnProcessor():
         attn.set_processor(processor)
         results += [attn(x, text), attn(x, text, mask)]
     close(results[2], results[0])

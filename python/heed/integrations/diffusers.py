@@ -1,4 +1,4 @@
-"""Hugging Face diffusers: two ways in, for its two kinds of model.
+"""Hugging Face diffusers: two ways in, for two of its kinds of model. The third kind calls PyTorch (heed.integrations.sdpa).
 
     from heed.integrations.diffusers import HeedAttnProcessor, register
 
@@ -16,9 +16,12 @@ NAME = "heed"
 
 
 class HeedAttnProcessor:
-    """Takes the place of diffusers' AttnProcessor2_0: self- and cross-attention, with or without a mask."""
+    """Takes the place of diffusers' AttnProcessor2_0 and AttnProcessor: self- and cross-attention, with or without a mask."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None):
+        if not hasattr(attn, "spatial_norm") or attn.added_kv_proj_dim is not None or getattr(attn, "is_causal", False):
+            raise ValueError(f"attn: is a {type(attn).__name__} with more to it than what AttnProcessor2_0 computes, such as "
+                             "added projections; leave it its own processor (heed.integrations.diffusers has other ways in)")
         residual, image = hidden_states, hidden_states.shape if hidden_states.ndim == 4 else None
         if attn.spatial_norm is not None:
             hidden_states = attn.spatial_norm(hidden_states, temb)
@@ -46,7 +49,8 @@ class HeedAttnProcessor:
         if mask is not None:
             mask = attn.prepare_attention_mask(mask, k.shape[2], q.shape[0])
             mask = mask.view(q.shape[0], attn.heads, -1, mask.shape[-1])
-        return heed.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2).to(q.dtype)
+        o = heed.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attn.scale)
+        return o.transpose(1, 2).flatten(2).to(q.dtype)
 
 
 def attention_backend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
