@@ -318,9 +318,22 @@ def mismatch(group: Any, what: str) -> None:
         q, k, v = (t[:, :, :9] for t in (q, k, v))
     elif odd and what == "type":
         q = "no tensor"  # type: ignore[assignment]
+    elif odd and what == "device":
+        q, k, v = (t.to("meta") for t in (q, k, v))
+    elif odd and what == "long":
+        options["method"] = "\N{CYRILLIC SMALL LETTER ZHE}" * 1000
+    elif odd and what == "fabric":
+        options["fabric"] = object()
+    elif odd and what == "cu_seqlens":
+        options["cu_seqlens"] = []
     if what == "tokens":
         options["shards"] = "zigzag"
-    hd.attention(q, k, v, **options)
+    if what == "scale":
+        options["scale"] = float("inf")
+    if what == "unshard":
+        hd.unshard(q, 5 if odd else 2, group=group)
+    else:
+        hd.attention(q, k, v, **options)
 
 
 def backward_out_of_order(group: Any) -> None:

@@ -322,6 +322,12 @@ def test_the_model_beside_the_machine(capsys: pytest.CaptureFixture[str]) -> Non
         ("gradients", "gradients differs between ranks (rank 0: False, rank 1: True"),
         ("tokens", "q: shards have [16, 9, 16] tokens, expected [13, 14, 14]: zigzag shards of 41 tokens"),
         ("type", "rank 1: q: is a str, expected a torch.Tensor"),
+        ("device", "rank 1: group: its backend, gloo, does not take tensors that are on meta"),
+        ("long", "rank 1: method: is '\N{CYRILLIC SMALL LETTER ZHE}"),
+        ("fabric", "rank 1: fabric: is <object object"),
+        ("cu_seqlens", "rank 1: cu_seqlens: expected numbers that begin with 0"),
+        ("scale", "rank 1: scale: is inf, expected a finite number"),
+        ("unshard", "rank 1: Dimension out of range"),
     ],
 )
 def test_a_mismatch_is_an_error_on_every_rank(ranks: Ranks, what: str, says: str) -> None:

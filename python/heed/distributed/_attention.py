@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from heed._arguments import type_name
+from heed import _C, _torch
+from heed._arguments import Arguments, number
 from heed.distributed import _methods, _plan, _routes, _work
 from heed.distributed._link import Link, group_of
 from heed.distributed._shards import band, check_shards, pieces_of, size
@@ -59,32 +61,33 @@ def attention(
     behind it.
     """
     link = Link(group, next((t.device for t in (q, k, v) if isinstance(t, torch.Tensor)), torch.device("cpu")))
-    number = next(_calls.setdefault(link.group, itertools.count(1)))
-    call = f"attention, call {number} of this group"
-    try:
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(t, torch.Tensor):
-                raise TypeError(f"{name}: is a {type_name(t)}, expected a torch.Tensor")
-        if layout not in ("bhsd", "bshd"):
-            raise ValueError(f"layout: is {layout!r}, expected 'bhsd' or 'bshd'")
+    count = next(_calls.setdefault(link.group, itertools.count(1)))
+    call = f"attention, call {count} of this group"
+    with link.told_if_wrong(call):
+        window = tuple(window) if isinstance(window, list) else window
+        a = _checked(
+            Arguments(q, k, v, layout, causal, window, stride, None, None, scale, softcap, alibi_slopes)
+        )
+        q, k, v, slopes = a.q, a.k, a.v, a.alibi_slopes
         if layout == "bshd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
-        starts = None if cu_seqlens is None else tuple(int(n) for n in cu_seqlens)
-        _check(q, k, v, shards, method, stride, window, alibi_slopes, starts)
+        stride, softcap = operator.index(stride), number("softcap", softcap)
+        scale = None if scale is None else number("scale", scale)
+        starts = None if cu_seqlens is None else _starts(cu_seqlens, q, k)
+        check_shards(shards)
+        if method not in ("auto", *_routes.METHODS):
+            raise ValueError(f"method: is {method!r}, expected 'auto' or one of {', '.join(map(repr, _routes.METHODS))}")
+        if fabric != "auto":
+            _plan.fabric_of(fabric)
         description = {
             "q": [q.shape[0], q.shape[1], q.shape[3]], "k": list(k.shape[:2]), "v": [v.shape[1], v.shape[3]],
             "dtype": str(q.dtype), "shards": shards, "method": method, "causal": bool(causal),
             "window": None if window is None else [n if n is None else int(n) for n in window], "stride": stride,
-            "scale": None if scale is None else float(scale), "softcap": float(softcap),
-            "alibi_slopes": _fingerprint(alibi_slopes), "cu_seqlens": _fingerprint(starts), "fabric": fabric,
+            "scale": scale, "softcap": softcap,
+            "alibi_slopes": _fingerprint(slopes), "cu_seqlens": _fingerprint(starts), "fabric": fabric,
             "gradients": torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)),
             "rows": q.shape[2], "keys": k.shape[2],
         }  # fmt: skip
-    except Exception as error:  # the others are waiting for this rank: tell them, too
-        link.agree(call, {"error": str(error)})
-        raise
     told = link.agree(call, description)
     rows, keys = (tuple(one[name] for one in told) for name in ("rows", "keys"))
     _check_shards(shards, rows, keys, starts)
@@ -94,29 +97,29 @@ def attention(
     plan, on_stride = _routes.plan_of(
         method, link.me, shards, rows, keys, starts, limits, stride, q.shape[1], k.shape[1]
     )  # fmt: skip
-    scores = _work.Scores(limits, plan.offset, scale, softcap, None if alibi_slopes is None else alibi_slopes.float())
+    scores = _work.Scores(limits, plan.offset, scale, softcap, slopes)
     if on_stride is not None:
         k, v = (t.index_select(2, _work.on_device(on_stride, t.device)) for t in (k, v))
-    o, lse = _Attention.apply(q, k, v, link, plan, scores, number)
+    o, lse = _Attention.apply(q, k, v, link, plan, scores, count)
     o = o.transpose(1, 2) if layout == "bshd" else o
     return (o, lse) if return_lse else o
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, link: Link, plan: Any, scores: Any, number: int) -> Any:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, link: Link, plan: Any, scores: Any, count: int) -> Any:
         (o, lse), saved = _methods.forward(link, plan, q.detach(), k.detach(), v.detach(), scores)
         ctx.save_for_backward(*saved)
-        ctx.rest = (link, plan, scores, number)
+        ctx.rest = (link, plan, scores, count)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
-        link, plan, scores, number = ctx.rest
+        link, plan, scores, count = ctx.rest
         saved = ctx.saved_tensors
-        told = link.agree(f"backward of call {number} of this group", {"do": do is not None, "dlse": dlse is not None})
+        told = link.agree(f"backward of call {count} of this group", {"do": do is not None, "dlse": dlse is not None})
         assert told
         if do is None:
             o = saved[3]
@@ -132,41 +135,26 @@ def _own_rows(plan: Any, o: torch.Tensor) -> tuple[int, int, int]:
 # ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check(
-    q: Any, k: Any, v: Any, shards: str, method: str, stride: int, window: Any, alibi_slopes: Any, starts: Any
-) -> None:  # fmt: skip
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != 4:
-            raise ValueError(f"{name}: has {t.dim()} dimensions, expected 4: batch, heads, sequence, head_dim")
-        if t.dtype not in _DTYPES:
-            raise TypeError(f"{name}: dtype is {t.dtype}, expected float32, float16 or bfloat16")
-        if t.dtype != q.dtype or t.device != q.device or t.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"{name}: is {t.dtype} on {t.device} with batch {t.shape[0]}, "
-                f"q is {q.dtype} on {q.device} with {q.shape[0]}"
-            )
-    if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k: head_dim is {k.shape[3]}, q has {q.shape[3]}")
-    if v.shape[1:3] != k.shape[1:3]:
-        raise ValueError(f"v: has {v.shape[1]} heads and {v.shape[2]} keys, k has {k.shape[1]} and {k.shape[2]}")
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"k: has {k.shape[1]} heads, expected a divisor of q's {q.shape[1]}")
-    check_shards(shards)
-    if method not in ("auto", *_routes.METHODS):
-        raise ValueError(f"method: is {method!r}, expected 'auto' or one of {', '.join(map(repr, _routes.METHODS))}")
-    if not isinstance(stride, int) or stride < 1:
-        raise ValueError(f"stride: is {stride!r}, expected 1 or more")
-    if window is not None and len(window) != 2:
-        raise ValueError(f"window: is {window!r}, expected None or (left, right)")
-    if alibi_slopes is not None and not isinstance(alibi_slopes, torch.Tensor):
-        raise TypeError(f"alibi_slopes: is a {type_name(alibi_slopes)}, expected None or a torch.Tensor")
-    if alibi_slopes is not None and alibi_slopes.shape[-1:] != q.shape[1:2]:
-        raise ValueError(f"alibi_slopes: has the shape {list(alibi_slopes.shape)}, q has {q.shape[1]} heads")
-    if starts is not None:
-        if starts[0] != 0 or any(b < a for a, b in itertools.pairwise(starts)):
-            raise ValueError("cu_seqlens: expected numbers that begin with 0 and do not fall")
-        if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
-            raise ValueError("cu_seqlens: expected a batch of 1 and as many keys as rows on each rank")
+def _checked(a: Arguments) -> Arguments:
+    """What heed.attention would make of this rank's part, by itself; an error where that would be one."""
+    a = _torch._prepare(a)
+    if a.q.dtype not in _DTYPES:
+        raise TypeError(f"q: dtype is {a.q.dtype}, expected float32, float16 or bfloat16")
+    _C.explain(None, False, *a)
+    return a
+
+
+def _starts(cu_seqlens: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
+    numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+    try:
+        starts = tuple(map(operator.index, numbers))
+    except TypeError:
+        raise TypeError(f"cu_seqlens: is {cu_seqlens!r}, expected whole numbers") from None
+    if starts[:1] != (0,) or any(b < a for a, b in itertools.pairwise(starts)):
+        raise ValueError("cu_seqlens: expected numbers that begin with 0 and do not fall")
+    if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
+        raise ValueError("cu_seqlens: expected a batch of 1 and as many keys as rows on each rank")
+    return starts
 
 
 def _check_shards(shards: str, rows: tuple[int, ...], keys: tuple[int, ...], starts: tuple[int, ...] | None) -> None:
@@ -209,9 +197,11 @@ def shard(t: torch.Tensor, dim: int, *, group: Any = None, shards: str = "contig
 def unshard(t: torch.Tensor, dim: int, *, group: Any = None, shards: str = "contiguous") -> torch.Tensor:
     """The whole tensor on every rank, from shards that may be of different lengths. Without a gradient."""
     link = Link(group, t.device)
-    check_shards(shards)
+    with link.told_if_wrong("unshard"):
+        check_shards(shards)
+        have = t.size(dim)
     shape = [n for d, n in enumerate(t.shape) if d != dim % t.dim()]
-    told = link.agree("unshard", {"rest": shape, "dtype": str(t.dtype), "shards": shards, "rows": t.shape[dim]})
+    told = link.agree("unshard", {"rest": shape, "dtype": str(t.dtype), "shards": shards, "rows": have})
     rows = tuple(one["rows"] for one in told)
     _check_shards(shards, rows, rows, None)
     moved = t.detach().movedim(dim, 0).contiguous()

@@ -127,10 +127,13 @@ class Link:
         self.staged = device.type == "cuda" and backend in ("gloo", "mpi", "undefined")
         self.call = "a call"
         self.blocking_device = torch.device("cpu") if self.staged else device
+        self.wrong = ""
         try:
             self.group._get_backend(torch.device(self.blocking_device.type))
-        except RuntimeError as error:
-            raise ValueError(f"group: its backend, {name}, does not take tensors that are on {device.type}") from error
+        except RuntimeError:
+            self.wrong = f"group: its backend, {name}, does not take tensors that are on {device.type}"
+            kinds = [d.type for d in self.group._device_types]  # for words: the others are to hear of it
+            self.blocking_device = torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     # ---- Do all ranks want the same? ----
 
@@ -153,6 +156,17 @@ class Link:
                 listed = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
                 raise DisagreementError(f"heed.distributed: {call}: {name} differs between ranks ({listed})")
         return told
+
+    @contextlib.contextmanager
+    def told_if_wrong(self, call: str) -> Iterator[None]:
+        """Around what this rank checks by itself: the others are waiting for it, and hear of the error, too."""
+        try:
+            if self.wrong:
+                raise ValueError(self.wrong)
+            yield
+        except Exception as error:
+            self.agree(call, {"error": str(error)})
+            raise
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -210,8 +224,9 @@ class Link:
 
 def _encoded(description: dict[str, Any]) -> bytearray:
     text = json.dumps(description, separators=(",", ":")).encode()
-    if len(text) > _DESCRIPTION_BYTES and "error" in description:
-        text = json.dumps({"call": description["call"][:80], "error": description["error"][:400]}).encode()
+    while len(text) > _DESCRIPTION_BYTES and description.get("error"):
+        description = {**description, "error": description["error"][: len(description["error"]) * 3 // 4]}
+        text = json.dumps(description, separators=(",", ":")).encode()
     if len(text) > _DESCRIPTION_BYTES:
         raise ValueError(f"the description of a call has {len(text)} bytes, {_DESCRIPTION_BYTES} at most are sent")
     return bytearray(text.ljust(_DESCRIPTION_BYTES, b"\0"))
