@@ -32,7 +32,7 @@ def attention(
     shards: str = "contiguous",
     method: str = "auto",
     layout: str = "bhsd",
-    causal: bool = False,
+    causal: bool | str = False,
     window: Sequence[int | None] | None = None,
     stride: int = 1,
     scale: float | None = None,
@@ -65,10 +65,9 @@ def attention(
     call = f"attention, call {count} of this group"
     with link.told_if_wrong(call):
         window = tuple(window) if isinstance(window, list) else window
-        a = _checked(
-            Arguments(q, k, v, layout, causal, window, stride, None, None, scale, softcap, alibi_slopes)
-        )
+        a = _checked(Arguments(q, k, v, layout, causal, window, stride, None, None, scale, softcap, alibi_slopes))
         q, k, v, slopes = a.q, a.k, a.v, a.alibi_slopes
+        causal = "top_left" if causal == "top_left" else bool(causal)
         if layout == "bshd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         stride, softcap = operator.index(stride), number("softcap", softcap)
@@ -76,12 +75,14 @@ def attention(
         starts = None if cu_seqlens is None else _starts(cu_seqlens, q, k)
         check_shards(shards)
         if method not in ("auto", *_routes.METHODS):
-            raise ValueError(f"method: is {method!r}, expected 'auto' or one of {', '.join(map(repr, _routes.METHODS))}")
+            raise ValueError(
+                f"method: is {method!r}, expected 'auto' or one of {', '.join(map(repr, _routes.METHODS))}"
+            )
         if fabric != "auto":
             _plan.fabric_of(fabric)
         description = {
             "q": [q.shape[0], q.shape[1], q.shape[3]], "k": list(k.shape[:2]), "v": [v.shape[1], v.shape[3]],
-            "dtype": str(q.dtype), "shards": shards, "method": method, "causal": bool(causal),
+            "dtype": str(q.dtype), "shards": shards, "method": method, "causal": causal,
             "window": None if window is None else [n if n is None else int(n) for n in window], "stride": stride,
             "scale": scale, "softcap": softcap,
             "alibi_slopes": _fingerprint(slopes), "cu_seqlens": _fingerprint(starts), "fabric": fabric,
@@ -91,13 +92,14 @@ def attention(
     told = link.agree(call, description)
     rows, keys = (tuple(one[name] for one in told) for name in ("rows", "keys"))
     _check_shards(shards, rows, keys, starts)
-    limits = band(causal, window)
+    limits = band(bool(causal), window)
     if method == "auto":
         method = _plan.choose(q, v, k.shape[1], shards, rows, keys, starts, limits, stride, fabric)
+    offset = 0 if starts or causal == "top_left" else sum(keys) - sum(rows)
     plan, on_stride = _routes.plan_of(
-        method, link.me, shards, rows, keys, starts, limits, stride, q.shape[1], k.shape[1]
+        method, link.me, shards, rows, keys, starts, limits, offset, stride, q.shape[1], k.shape[1]
     )  # fmt: skip
-    scores = _work.Scores(limits, plan.offset, scale, softcap, slopes)
+    scores = _work.Scores(limits, offset, scale, softcap, slopes)
     if on_stride is not None:
         k, v = (t.index_select(2, _work.on_device(on_stride, t.device)) for t in (k, v))
     o, lse = _Attention.apply(q, k, v, link, plan, scores, count)

@@ -106,7 +106,7 @@ class Plan:
 @torch.inference_mode(False)  # its indices serve training too
 def plan_of(
     method: str, me: int, shards: str, rows: tuple[int, ...], keys: tuple[int, ...], starts: tuple[int, ...] | None,
-    band: Band, stride: int, query_heads: int, key_heads: int,
+    band: Band, offset: int, stride: int, query_heads: int, key_heads: int,
 ) -> tuple[Plan, torch.Tensor | None]:  # fmt: skip
     """The plan, and which keys of this rank are on the stride (None: all)."""
     ranks = len(rows)
@@ -115,7 +115,6 @@ def plan_of(
     team = ulysses_ranks(method, ranks, key_heads)
     ends = [key_heads * n // team for n in range(team + 1)]
     heads = tuple(slice(a, b) for a, b in itertools.pairwise(ends))
-    offset = 0 if starts else sum(keys) - sum(rows)
     plan = Plan(
         method, ranks, me, team, q, tuple(pieces for pieces, _ in strided), heads, query_heads // key_heads, band,
         offset,
