@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from heed.distributed import _methods
 from problems import TOLERANCE
+from torch.distributed.device_mesh import DeviceMesh
 
 DEVICE = "cpu"
 SHARDS = ("contiguous", "zigzag", "striped")
@@ -321,6 +322,10 @@ def mismatch(group: Any, what: str) -> None:
         q = "no tensor"  # type: ignore[assignment]
     elif odd and what == "device":
         q, k, v = (t.to("meta") for t in (q, k, v))
+    elif odd and what == "mesh":
+        from torch.distributed.tensor import DTensor
+
+        q = DTensor.from_local(q, DeviceMesh.from_group(group, "cpu"))
     elif odd and what == "long":
         options["method"] = "\N{CYRILLIC SMALL LETTER ZHE}" * 1000
     elif odd and what == "fabric":
@@ -423,7 +428,6 @@ def mesh_and_fsdp(group: Any) -> bool:
 
 def data_parallel(group: Any, way: str) -> bool:
     """A part of the batch on every rank, with packed sequences and a bias: the gradients are those of the whole batch."""
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     class Model(torch.nn.Module):
@@ -459,6 +463,22 @@ def autocast(group: Any) -> torch.dtype:
     q, k, v = (hd.shard(t, 2, group=group) for t in problem(16)[:3])
     with torch.autocast(DEVICE, torch.bfloat16):
         return hd.attention(q, k, v, group=group).dtype
+
+
+def under_way(group: Any) -> list[str]:
+    """Shards, and gradients, that a collective of PyTorch's is still bringing."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    me, count = dist.get_rank(group), dist.get_world_size(group)
+    tensors = problem(8 * count)
+    coming = lambda t: all_reduce(t / count, "sum", group).narrow(2, 8 * me, 8)
+    q, k, v, do, dlse = map(coming, tensors)
+    assert all(isinstance(t, AsyncCollectiveTensor) for t in (q, k, v, do, dlse))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    o, lse = hd.attention(q, k, v, group=group, method="ring", causal=True, return_lse=True)
+    got = [o.detach(), lse.detach(), *torch.autograd.grad((o, lse), (q, k, v), (do, dlse))]
+    want = [t.narrow(2, 8 * me, 8) for t in one_process(tensors, causal=True)]
+    return errors(got, want, torch.float32, "under way")
 
 
 def trains_after_inference(group: Any) -> bool:

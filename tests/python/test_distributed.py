@@ -217,6 +217,10 @@ def test_autocast(ranks: Ranks) -> None:
     assert ranks.run("autocast", ranks=2) == [torch.bfloat16] * 2
 
 
+def test_tensors_that_are_under_way(ranks: Ranks) -> None:
+    assert ranks.run("under_way", ranks=3) == [[]] * 3
+
+
 def test_training_after_inference(ranks: Ranks) -> None:
     assert all(ranks.run("trains_after_inference", ranks=2))
 
@@ -323,6 +327,7 @@ def test_the_model_beside_the_machine(capsys: pytest.CaptureFixture[str]) -> Non
         ("tokens", "q: shards have [16, 9, 16] tokens, expected [13, 14, 14]: zigzag shards of 41 tokens"),
         ("type", "rank 1: q: is a str, expected a torch.Tensor"),
         ("device", "rank 1: group: its backend, gloo, does not take tensors that are on meta"),
+        ("mesh", "rank 1: q: is a torch.distributed.tensor.DTensor, expected a plain tensor"),
         ("long", "rank 1: method: is '\N{CYRILLIC SMALL LETTER ZHE}"),
         ("fabric", "rank 1: fabric: is <object object"),
         ("cu_seqlens", "rank 1: cu_seqlens: expected numbers that begin with 0"),

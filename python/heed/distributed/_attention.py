@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from heed import _C, _torch
-from heed._arguments import Arguments, number
+from heed._arguments import Arguments, number, type_name
 from heed.distributed import _methods, _plan, _routes, _work
 from heed.distributed._link import Link, group_of
 from heed.distributed._shards import band, check_shards, pieces_of, size
@@ -110,7 +111,8 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, link: Link, plan: Any, scores: Any, count: int) -> Any:
-        (o, lse), saved = _methods.forward(link, plan, q.detach(), k.detach(), v.detach(), scores)
+        q, k, v = (_arrived(t.detach()) for t in (q, k, v))
+        (o, lse), saved = _methods.forward(link, plan, q, k, v, scores)
         ctx.save_for_backward(*saved)
         ctx.rest = (link, plan, scores, count)
         ctx.set_materialize_grads(False)
@@ -126,8 +128,14 @@ class _Attention(torch.autograd.Function):
         if do is None:
             o = saved[3]
             do = o.new_zeros(o.shape[0], *_own_rows(plan, o))
-        gradients = _methods.backward(link, plan, saved, do, dlse, scores)
+        dlse = None if dlse is None else _arrived(dlse)
+        gradients = _methods.backward(link, plan, saved, _arrived(do), dlse, scores)
         return *gradients, None, None, None, None
+
+
+def _arrived(t: torch.Tensor) -> torch.Tensor:
+    """What a collective of PyTorch's is still bringing, an AsyncCollectiveTensor, has no memory of its own."""
+    return t.trigger_wait() if hasattr(t, "trigger_wait") else t
 
 
 def _own_rows(plan: Any, o: torch.Tensor) -> tuple[int, int, int]:
@@ -139,7 +147,12 @@ def _own_rows(plan: Any, o: torch.Tensor) -> tuple[int, int, int]:
 
 def _checked(a: Arguments) -> Arguments:
     """What heed.attention would make of this rank's part, by itself; an error where that would be one."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("the transforms of torch.func are not implemented over ranks")
     a = _torch._prepare(a)
+    for name, t in (("q", a.q), ("k", a.k), ("v", a.v)):
+        if is_traceable_wrapper_subclass(t) and not hasattr(t, "trigger_wait"):
+            raise TypeError(f"{name}: is a {type_name(t)}, expected a plain tensor: this rank's shard")
     if a.q.dtype not in _DTYPES:
         raise TypeError(f"q: dtype is {a.q.dtype}, expected float32, float16 or bfloat16")
     _C.explain(None, False, *a)
@@ -206,7 +219,7 @@ def unshard(t: torch.Tensor, dim: int, *, group: Any = None, shards: str = "cont
     told = link.agree("unshard", {"rest": shape, "dtype": str(t.dtype), "shards": shards, "rows": have})
     rows = tuple(one["rows"] for one in told)
     _check_shards(shards, rows, rows, None)
-    moved = t.detach().movedim(dim, 0).contiguous()
+    moved = _arrived(t.detach()).movedim(dim, 0).contiguous()
     parts = [moved if r == link.me else moved.new_empty(n, *moved.shape[1:]) for r, n in enumerate(rows)]
     others = [r for r in range(link.ranks) if r != link.me]
     link.post("unshard", [(r, [moved]) for r in others], [(r, [parts[r]]) for r in others]).wait()
