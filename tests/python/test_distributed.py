@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from heed.distributed import _plan, _routes, plan
-from heed.distributed._shards import Band, Piece, band, in_order, on_stride, pieces_of, visible_keys
+from heed.distributed import _plan, _routes, _shards, plan
+from heed.distributed._shards import Band, Piece, band, in_order, on_stride, pieces_of, size, visible_keys
 from ranks import BRIEF, Ranks
 
 MEASURES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -267,6 +268,19 @@ def test_causal_work_is_even(shards: str) -> None:
     work = [visible_keys(p, [4096], band(True, None), 1, 0) for p in pieces_of(shards, 4096, 8)]
     assert max(work) < 1.01 * min(work)
     assert sum(work) == 4096 * 4097 / 2
+
+
+def test_plans_of_many_sequences_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    sees = _shards.sees
+    monkeypatch.setattr(_shards, "sees", lambda *pair: looked.append(1) or sees(*pair))
+    ranks_, starts, limits = 16, tuple(n * (n + 1) // 2 for n in range(256)), band(True, (100, None))
+    rows = tuple(map(size, pieces_of("striped", starts[-1], ranks_)))
+    plan_, _ = _routes.plan_of("ring", 3, "striped", rows, rows, starts, limits, 0, 1, 4, 4)
+    assert all(map(all, plan_.wanted)) and len(looked) < 8 * ranks_ * ranks_  # of 256 times as many pairs of pieces
+    lengths = [b - a for a, b in itertools.pairwise(starts)]
+    work = sum(visible_keys(p, lengths, limits, 1, 0) for p in pieces_of("striped", starts[-1], ranks_, None, starts))
+    assert work == pytest.approx(sum(min(i, 100) + 1 for n in lengths for i in range(n)), rel=1e-3)
 
 
 # ---- The planner -----------------------------------------------------------------------------------------------------

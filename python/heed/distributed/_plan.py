@@ -15,7 +15,7 @@ import torch
 
 from heed.distributed._methods import BLOCK_BYTES
 from heed.distributed._routes import METHODS, ulysses_ranks
-from heed.distributed._shards import Band, Pieces, needs, on_stride, pieces_of, size, visible_keys
+from heed.distributed._shards import Band, by_sequence, needs, on_stride, pieces_of, size, visible_keys
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -130,12 +130,9 @@ def _work(task: Task) -> tuple[float, int, int, int]:
     lengths = [b - a for a, b in itertools.pairwise(starts)]
     some = _sample(task.ranks)
     pairs = max(visible_keys(q[r], lengths, task.band, task.stride, 0) for r in some)
-    blocks = max(sum(_sees(q[r], k[s], task.band) for s in range(task.ranks) if s != r) for r in some)
+    by = [by_sequence(pieces) for pieces in k]
+    blocks = max(sum(needs(q[r], by[s], task.band, 0) for s in range(task.ranks) if s != r) for r in some)
     return pairs, blocks, max(map(size, q)), max(map(size, k))
-
-
-def _sees(q: Pieces, k: Pieces, band: Band) -> bool:
-    return needs(q, k, band, 0)
 
 
 def _transfer(machine: Machine, amount: float, across: bool) -> float:

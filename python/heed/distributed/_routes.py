@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from heed.distributed._shards import Band, Pieces, in_order, needs, on_stride, pieces_of
+from heed.distributed._shards import Band, Pieces, by_sequence, in_order, needs, on_stride, pieces_of
 
 METHODS = ("ring", "all_gather", "ulysses", "ulysses_ring")
 
@@ -94,7 +94,7 @@ class Plan:
     @cached_property
     def wanted(self) -> tuple[tuple[bool, ...], ...]:
         """wanted[r][s]: place r sees some key of place s."""
-        q, k = self.q_ring[0], self.k_ring[0]
+        q, k = self.q_ring[0], [by_sequence(pieces) for pieces in self.k_ring[0]]
         return tuple(tuple(needs(a, b, self.band, self.offset) for b in k) for a in q)
 
     def wants(self, place: int, distance: int) -> bool:

@@ -191,8 +191,15 @@ def sees(q: Piece, k: Piece, band: Band, offset: int) -> bool:
     return k.first + -(-(low - k.first) // k.step) * k.step <= high
 
 
-def needs(q: Pieces, k: Pieces, band: Band, offset: int) -> bool:
-    return bool(meetings(q, k, band, offset))
+def by_sequence(pieces: Pieces) -> dict[int, list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.sequence, []).append(piece)
+    return found
+
+
+def needs(q: Pieces, k: dict[int, list[Piece]], band: Band, offset: int) -> bool:
+    return any(sees(a, b, band, offset) for a in q for b in k.get(a.sequence, ()))
 
 
 class Meeting(NamedTuple):
@@ -207,9 +214,7 @@ class Meeting(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def meetings(q: Pieces, k: Pieces, band: Band, offset: int) -> tuple[Meeting, ...]:
-    keys: dict[int, list[Piece]] = {}
-    for b in k:
-        keys.setdefault(b.sequence, []).append(b)
+    keys = by_sequence(k)
     found = [(a, b) for a in q for b in keys.get(a.sequence, ()) if sees(a, b, band, offset)]
     together: list[list[tuple[Piece, Piece]]] = []
     for pair in found:
@@ -247,11 +252,11 @@ def _starts(pieces: list[Piece]) -> tuple[int, ...]:
 
 def visible_keys(pieces: Pieces, lengths: Sequence[int], band: Band, stride: int, offset: int) -> float:
     """How many pairs of a query of these pieces and a key of the whole sequences see each other: the work. Sampled
-    where a piece is long, as the count for each query is piecewise linear."""
-    total = 0.0
+    where pieces are long, as the count for each query is piecewise linear."""
+    total, most = 0.0, max(16, 2048 // max(1, len(pieces)))
     for p in pieces:
         keys = lengths[p.sequence]
-        sample = min(p.tokens, 2048)
+        sample = min(p.tokens, most)
         for n in range(sample):
             at = p.first + ((2 * n + 1) * p.tokens // (2 * sample)) * p.step + offset
             low = 0 if band.left is None else max(0, at - band.left)
