@@ -9,6 +9,8 @@ on a GPU they are the GPU's alone, and what the CPU needs to issue a call is the
 import argparse
 import csv
 import math
+import os
+import re
 import sys
 import time
 from collections import namedtuple
@@ -300,34 +302,63 @@ def plot(results, path, title):
 
 def shape(text):
     """B,H,S,D with H or H:Hk and S or Sq:Sk."""
-    try:
-        batch, heads, rows, head_dim = text.split(",")
-        pair = lambda part: (int(part.split(":")[0]), int(part.split(":")[-1]))
-        return int(batch), *pair(heads), *pair(rows), int(head_dim)
-    except ValueError:
+    one, two = "([1-9][0-9]*)", "([1-9][0-9]*)(?::([1-9][0-9]*))?"
+    found = re.fullmatch(f"{one},{two},{two},{one}", text)
+    if not found:
         raise argparse.ArgumentTypeError(f"'{text}' is not B,H,S,D, such as 2,16,1024,64 or 1,32:8,1:4096,128")
+    batch, heads, heads_k, rows, keys, head_dim = (int(n) if n else 0 for n in found.groups())
+    if heads % (heads_k or heads):
+        raise argparse.ArgumentTypeError(f"'{text}' has {heads_k} key heads, which do not divide {heads}")
+    return batch, heads, heads_k or heads, rows, keys or rows, head_dim
+
+
+def count(text):
+    if not re.fullmatch("0*[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")
+    return int(text)
+
+
+def budget(text):
+    try:
+        if 0 < float(text) < math.inf:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not a number of milliseconds")
+
+
+def device_of(text):
+    """A device that is there."""
+    try:
+        device = torch.device(text)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter is what a PyTorch without CUDA says
+        raise argparse.ArgumentTypeError(str(error).splitlines()[0])
+    if device.type not in DEFAULTS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not one of {', '.join(DEFAULTS)}")
+    return device
 
 
 def parse(arguments):
     listed = lambda text: text.split(",")
-    numbers = lambda text: [int(part) for part in text.split(",")]
+    numbers = lambda text: [count(part) for part in text.split(",")]
     p = argparse.ArgumentParser(prog="python -m heed.bench", formatter_class=argparse.RawDescriptionHelpFormatter,
                                 description="heed beside every attention that PyTorch offers on this machine.",
                                 epilog="\n".join(__doc__.splitlines()[2:]))
     p.add_argument("--mine", type=shape, action="append", metavar="B,H,S,D",
                    help="your own shape, instead of the sweep; H may be H:Hk and S may be Sq:Sk; repeatable")
     p.add_argument("--overhead", action="store_true", help="only what a call costs before it returns, on tiny tensors")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", type=device_of, default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", type=listed, metavar="LIST", help=f"of {','.join(DTYPES)}")
     p.add_argument("--head-dim", type=numbers, default=[64, 128], metavar="LIST", help="(64,128)")
     p.add_argument("--seq", type=numbers, metavar="LIST", help="sequence lengths of the sweep")
-    p.add_argument("--tokens", type=int, metavar="N", help="B * S of the sweep")
-    p.add_argument("--width", type=int, metavar="N", help="H * D of the sweep")
+    p.add_argument("--tokens", type=count, metavar="N", help="B * S of the sweep")
+    p.add_argument("--width", type=count, metavar="N", help="H * D of the sweep")
     p.add_argument("--causal", choices=("no", "yes", "both"), default="both")
     p.add_argument("--pass", dest="directions", type=listed, default=["forward", "backward"], metavar="LIST",
                    help="of forward,backward")
     p.add_argument("--peers", type=listed, default=list(PEERS), metavar="LIST", help=f"of {','.join(PEERS)}")
-    p.add_argument("--budget", type=float, default=100.0, metavar="MS", help="time for each measurement (100 ms)")
+    p.add_argument("--budget", type=budget, default=100.0, metavar="MS", help="time for each measurement (100 ms)")
     p.add_argument("--csv", metavar="FILE", help="write every measurement to this file")
     p.add_argument("--plot", metavar="FILE", help="draw TFLOP/s against the sequence length: .png, .svg, .pdf")
     p.add_argument("--from-csv", metavar="FILE", help="measure nothing: take the results of an earlier --csv")
@@ -338,16 +369,34 @@ def parse(arguments):
         for word in given:
             if word not in known:
                 p.error(f"{name}: '{word}' is not one of {', '.join(filter(None, known))}")
+    for name, path in ("--csv", o.csv), ("--plot", o.plot):  # before minutes of measuring, not after
+        if path and not os.path.isdir(os.path.dirname(path) or "."):
+            p.error(f"{name}: there is no folder {os.path.dirname(path)}")
     if o.plot:
         try:
-            import matplotlib  # noqa: F401  # before minutes of measuring, not after
+            import matplotlib.figure
         except ImportError as error:
             p.error(f"--plot: needs matplotlib ({error})")
+        kinds, kind = matplotlib.figure.Figure().canvas.get_supported_filetypes(), os.path.splitext(o.plot)[1][1:]
+        if kind not in kinds:
+            p.error(f"--plot: '{o.plot}' ends in none of {', '.join('.' + k for k in kinds)}")
+    if o.from_csv and not o.plot:
+        p.error("--from-csv: needs --plot")
+    if o.from_csv:
+        try:
+            o.results = load(o.from_csv)
+        except (OSError, KeyError, ValueError) as error:
+            p.error(f"--from-csv: '{o.from_csv}' is no file of --csv ({error})")
+        if not o.results:
+            p.error(f"--from-csv: '{o.from_csv}' has no results")
+    o.problems = problems_of(o)
+    if not o.problems:
+        p.error("--causal: PyTorch's is another one unless there are as many rows as keys; nothing is left to measure")
     return o
 
 
-def problems_of(o, kind):
-    lengths, tokens, width, dtypes = DEFAULTS[kind]
+def problems_of(o):
+    lengths, tokens, width, dtypes = DEFAULTS[o.device.type]
     tokens, width = o.tokens or tokens, o.width or width
     causal = {"no": [False], "yes": [True], "both": [False, True]}[o.causal]
     shapes = o.mine or [(max(1, tokens // s), *2 * (max(1, width // d),), s, s, d)
@@ -359,9 +408,9 @@ def problems_of(o, kind):
 def main(arguments=None):
     o = parse(arguments)
     if o.from_csv:
-        results, title = load(o.from_csv), o.title or o.from_csv
+        results, title = o.results, o.title or o.from_csv
     else:
-        device = torch.device(o.device)
+        device = o.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         title = o.title or f"heed {heed.__version__} and PyTorch {torch.__version__} on {name}"
         print(title)
@@ -375,7 +424,7 @@ def main(arguments=None):
             if o.csv:
                 save(bench.results, o.csv)  # as far as it is: a run that is stopped leaves what it has
 
-        bench.run(problems_of(o, device.type), o.directions, show)
+        bench.run(o.problems, o.directions, show)
         for (peer, reason), problem in bench.refused.items():
             print(f"{peer}: {reason} (first at {describe(problem)})")
         results = bench.results

@@ -50,8 +50,15 @@ def test_overhead_of_a_call(capsys, monkeypatch):
     assert len(lines) == 3 and all(float(x) > 0 for line in lines for x in line.split()[-6:-2])  # the times
 
 
-@pytest.mark.parametrize("arguments,message", [(["--mine", "1,2,3"], "not B,H,S,D"), (["--dtype", "fp8"], "'fp8'"),
-                                               (["--peers", "cuda"], "'cuda'"), (["--pass", "up"], "'up'")])
+@pytest.mark.parametrize("arguments,message", [
+    (["--mine", "1,2,3"], "not B,H,S,D"), (["--mine", "1,0,16,8"], "not B,H,S,D"), (["--mine", "1,2:3:4,16,8"], "not B,H,S,D"),
+    (["--mine", "1,3:2,16,8"], "2 key heads, which do not divide 3"), (["--dtype", "fp8"], "'fp8'"),
+    (["--peers", "cuda"], "'cuda'"), (["--pass", "up"], "'up'"), (["--seq", "a"], "--seq: 'a' is not a whole number"),
+    (["--head-dim", "64,0"], "--head-dim: '0' is not"), (["--tokens", "-4"], "--tokens: '-4' is not"),
+    (["--budget", "nan"], "--budget: 'nan' is not"), (["--device", "abacus"], "argument --device: "),
+    (["--device", "meta"], "--device: 'meta' is not one of cuda, cpu"), (["--csv", "/no/such/a.csv"], "no folder /no/such"),
+    (["--mine", "1,2,3:4,8", "--causal", "yes"], "nothing is left"), (["--from-csv", "a.csv"], "--from-csv: needs --plot"),
+])
 def test_wrong_options_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit):
         bench.main(arguments)
@@ -80,6 +87,10 @@ def test_plot(name, magic, tmp_path, capsys):
     assert (tmp_path / name).read_bytes().startswith(magic)
     bench.main(["--from-csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / ("again" + name)), "--title", "T"])
     assert (tmp_path / ("again" + name)).exists()
+    for path, plot, message in (__file__, name, "is no file of --csv"), ("a.csv", "p.xyz", "'p.xyz' ends in none of"):
+        with pytest.raises(SystemExit):
+            bench.main(["--from-csv", str(path), "--plot", plot])
+        assert message in capsys.readouterr().err
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, capsys):
