@@ -317,6 +317,26 @@ def test_the_plan_as_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert "device: is 'abacus', expected one of h200" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--gpus 0", "--gpus/--ranks: '0' is not a whole number from 1 on"),
+        ("--tokens 1e6", "--tokens: '1e6' is not"),
+        ("--stride 0", "--stride: '0' is not"),
+        ("--heads 8 --key-heads 3", "--key-heads: is 3, expected a divisor of --heads, which is 8"),
+        ("--compare 1", "--compare: '1': one process is always there"),
+        ("--table /no/such", "table: /no/such is no file of measured numbers"),
+        ("--measure --write /no/such/file", "--write: there is no folder /no/such"),
+    ],
+)
+def test_wrong_options_of_the_plan_are_named(options: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = plan.main(options.split())
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
 def test_the_model_beside_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     command = "--compare 2 --tokens 256 --heads 2 --head-dim 16 --dtype fp32 --rounds 1 --full".split()
     assert plan.main(command) == 0

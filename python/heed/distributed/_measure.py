@@ -3,15 +3,14 @@ else the machine does only ever adds to them."""
 
 from __future__ import annotations
 
+import copy
 import datetime
 import itertools
-import json
 import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch.multiprocessing as mp
 
 import heed
 from heed.distributed._attention import attention
-from heed.distributed._plan import TABLE, Fabric, Machine, Task, cost
+from heed.distributed._plan import Fabric, Machine, Task, cost, table
 from heed.distributed._routes import METHODS
 from heed.distributed._shards import Band
 
@@ -126,7 +125,7 @@ def _messages(rank: int, ranks: int, port: int, answers: Any) -> None:
 
 def measure(path: str | None, quick: bool) -> dict[str, Any]:
     """The table with this machine's numbers in it."""
-    result: dict[str, Any] = json.loads(Path(path or TABLE).read_text())
+    result = copy.deepcopy(table(path))
     result["devices"]["cpu"] = spawn(_cpu, 1, quick)
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower().replace("nvidia", "").split()[0]

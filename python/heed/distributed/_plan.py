@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -223,7 +223,11 @@ def _memory(
 
 @functools.lru_cache(maxsize=4)
 def table(path: str | None = None) -> dict[str, Any]:
-    return cast(dict[str, Any], json.loads(Path(path or TABLE).read_text()))
+    try:
+        known = json.loads(Path(path or TABLE).read_text())
+        return {"devices": known["devices"], "fabrics": known.get("fabrics", {})}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"table: {path} is no file of measured numbers ({error})") from error
 
 
 def machine_of(device: str, dtype: str, head_dim: int, fabric: str, node: int = 8, path: str | None = None) -> Machine:
@@ -242,7 +246,7 @@ def machine_of(device: str, dtype: str, head_dim: int, fabric: str, node: int = 
 
 def fabric_of(name: str, path: str | None = None) -> tuple[Fabric, Fabric | None]:
     fabrics = {**FABRICS}
-    for key, numbers in table(path).get("fabrics", {}).items():
+    for key, numbers in table(path)["fabrics"].items():
         fabrics[key] = replace(
             fabrics[key], bytes_per_second=numbers["gb_per_s"] * 1e9, latency=numbers["latency_us"] * 1e-6
         )
