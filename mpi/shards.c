@@ -63,9 +63,9 @@ int sees(const ring *c, const range *q, const range *k)
         return 0;
     int64_t low = q->first + c->offset, high = low + (q->count - 1) * q->step;
     int64_t first = k->first, last = k->first + (k->count - 1) * k->step;
-    if (a->windowed && a->window_left >= 0 && low - a->window_left > first)
+    if (a->windowed && a->window_left >= 0 && a->window_left < low - first)
         first += (low - a->window_left - first + k->step - 1) / k->step * k->step;
-    if (a->windowed && a->window_right >= 0 && high + a->window_right < last)
+    if (a->windowed && a->window_right >= 0 && a->window_right < last - high)
         last = high + a->window_right;
     if (a->causal && high < last)
         last = high;

@@ -372,6 +372,7 @@ int main(int argc, char **argv)
                 { "full", .rows = 53, .keys = 53 },
                 { "causal", .rows = 53, .keys = 53, .causal = 1 },
                 { "window", .rows = 53, .keys = 53, .windowed = 1, .left = 6, .right = 2 },
+                { "any window", .rows = 53, .keys = 53, .windowed = 1, .left = INT64_MAX, .right = INT64_MAX },
                 { "causal window", .rows = 53, .keys = 53, .causal = 1, .windowed = 1, .left = 9, .right = -1 },
                 { "stride", .rows = 53, .keys = 53, .causal = 1, .stride = 3 },
                 { "fewer rows", .rows = 17, .keys = 53, .causal = 1 },
