@@ -12,12 +12,12 @@ typedef struct call_words {
     int64_t pass; /* 0: forward, 1: backward */
     int64_t batch, query_heads, key_heads, head_dim, value_dim, dtype;
     int64_t causal, windowed, window_left, window_right, key_stride, shards;
-    int64_t scale, softcap, dropout, seed; /* floats as their bits */
+    int64_t scale, zero_scale, softcap, dropout, seed; /* floats as their bits */
     int64_t alibi;
     int64_t status; /* from here on each rank's own */
     int64_t rows, keys;
     char message[MESSAGE];
-    char unused[24];
+    char unused[16];
 } call_words;
 
 /* Fills words, ranks of them, or returns the error that all ranks return. own: what is wrong on this rank, if

@@ -160,7 +160,7 @@ static heed_status forward_ring(ring *c)
 heed_status heed_mpi_forward(const heed_attention *a, const heed_mpi *m, const heed_exec *x)
 {
     ring c;
-    heed_status s = open_ring(&c, a, NULL, m, x);
+    heed_status s = open_ring(&c, 0, a, NULL, m, x);
     if (!s)
         s = forward_ring(&c);
     close_ring(&c);
@@ -271,7 +271,7 @@ static heed_status deliver_gradients(ring *c, const heed_gradient *g)
 heed_status heed_mpi_backward(const heed_attention *a, const heed_gradient *g, const heed_mpi *m, const heed_exec *x)
 {
     ring c;
-    heed_status s = open_ring(&c, a, g, m, x);
+    heed_status s = open_ring(&c, 1, a, g, m, x);
     if (!s) {
         size_t rows = (size_t)(a->q.shape[0] * a->q.shape[1] * a->q.shape[2]);
         heed_tensor delta = packed(c.delta, HEED_F32, a->q.shape, a->q.shape[2], 1);

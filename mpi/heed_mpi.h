@@ -57,7 +57,8 @@ HEED_API int64_t heed_mpi_range(const heed_mpi *m, int64_t tokens, int ranks, in
 
 /* As heed_forward(), over all ranks. a: this rank's shard. Of its fields, align and positions must be 0, as they follow
  * from the shards (where there are more keys than rows in all, the last row stands at the last key); mask, bias, sink,
- * lengths, offsets and pages are HEED_UNSUPPORTED. x: HEED_CPU or HEED_REFERENCE; its workspace is not used.
+ * lengths, offsets and pages are HEED_UNSUPPORTED, and so are, where there is more than one rank, shards of more than
+ * INT_MAX keys over the batch and the heads. x: HEED_CPU or HEED_REFERENCE; its workspace is not used.
  *
  * Where a rank's arguments are wrong, or ranks differ in a size, a dtype or an option, or make different calls, all of
  * them return an error, before anything is computed. What MPI reports is HEED_DEVICE_ERROR, if the communicator's error

@@ -1,5 +1,6 @@
 #include "ring.h"
 
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,8 +81,11 @@ heed_status deliver(ring *c, heed_tensor from, const heed_tensor *lse_from, heed
 
 /* ---- Opening a call --------------------------------------------------------------------------------------------- */
 
-static heed_status check(const heed_attention *a, const heed_gradient *g, const heed_mpi *m, const heed_exec *x)
+static heed_status check(int backward, const heed_attention *a, const heed_gradient *g, const heed_mpi *m,
+                         const heed_exec *x)
 {
+    if (!a || !x || (backward && !g))
+        return fail(HEED_BAD_ARGUMENT, "%s: is NULL", !a ? "attention" : !x ? "exec" : "gradient");
     if (x->backend != HEED_CPU && x->backend != HEED_REFERENCE)
         return fail(HEED_UNSUPPORTED, "backend: is %d, expected HEED_CPU or HEED_REFERENCE: memory of the host",
                     x->backend);
@@ -152,12 +156,37 @@ static heed_status row_type(int64_t bytes, MPI_Datatype *type)
     return s ? s : check_mpi(MPI_Type_commit(type), "MPI_Type_commit");
 }
 
-heed_status open_ring(ring *c, const heed_attention *a, const heed_gradient *g, const heed_mpi *m, const heed_exec *x)
+/* A communicator whose ranks can talk. */
+static heed_status check_comm(const heed_mpi *m)
+{
+    int inter = 0;
+    if (!m || m->comm == MPI_COMM_NULL)
+        return fail(HEED_BAD_ARGUMENT, "%s", m ? "comm: is MPI_COMM_NULL" : "mpi: is NULL");
+    heed_status s = check_mpi(MPI_Comm_test_inter(m->comm, &inter), "MPI_Comm_test_inter");
+    return inter ? fail(HEED_BAD_ARGUMENT, "comm: is an intercommunicator, expected one group of ranks") : s;
+}
+
+/* MPI counts in ints. */
+static heed_status check_messages(const ring *c)
+{
+    int64_t heads = c->a->k.shape[0] * c->a->k.shape[1];
+    for (int r = 0; heads && c->ranks > 1 && r < c->ranks; r++)
+        if (count_of(c, c->keys, r) > INT_MAX / heads)
+            return fail(HEED_UNSUPPORTED,
+                        "k: rank %d has batch * heads = %lld times %lld keys, a message takes %d in all", r,
+                        (long long)heads, (long long)count_of(c, c->keys, r), INT_MAX);
+    return HEED_OK;
+}
+
+heed_status open_ring(ring *c, int backward, const heed_attention *a, const heed_gradient *g, const heed_mpi *m,
+                      const heed_exec *x)
 {
     memset(c, 0, sizeof *c);
     c->key_row = c->value_row = c->key_gradient_row = c->value_gradient_row = MPI_DATATYPE_NULL;
-    c->a = a, c->m = m, c->x = *x, c->x.workspace = NULL, c->x.workspace_bytes = 0;
-    heed_status s = check_mpi(MPI_Comm_size(m->comm, &c->ranks), "MPI_Comm_size");
+    c->a = a, c->m = m;
+    heed_status s = check_comm(m);
+    if (!s)
+        s = check_mpi(MPI_Comm_size(m->comm, &c->ranks), "MPI_Comm_size");
     if (!s)
         s = check_mpi(MPI_Comm_rank(m->comm, &c->me), "MPI_Comm_rank");
     if (s)
@@ -169,18 +198,21 @@ heed_status open_ring(ring *c, const heed_attention *a, const heed_gradient *g, 
         free(words);
         return fail(HEED_NO_WORKSPACE, "no memory for the descriptions of %d ranks", c->ranks);
     }
-    s = agree(a, m, g != NULL, check(a, g, m, x), words, c->ranks);
+    s = agree(a, m, backward, check(backward, a, g, m, x), words, c->ranks);
     int64_t rows, keys;
     if (!s)
         s = lay_out(c, words, 0, c->rows, &rows);
     if (!s)
         s = lay_out(c, words, 1, c->keys, &keys);
+    if (!s)
+        s = check_messages(c);
     free(words);
     if (s)
         return s;
     c->offset = keys - rows;
+    c->x = *x, c->x.workspace = NULL, c->x.workspace_bytes = 0;
     cutter measure = { NULL, 0 };
-    cut_all(c, &measure, g != NULL);
+    cut_all(c, &measure, backward);
     int64_t size = (int64_t)bytes_of(a->k.dtype);
     if ((s = row_type(a->k.shape[3] * size, &c->key_row)) || (s = row_type(a->v.shape[3] * size, &c->value_row)) ||
         (s = row_type(a->k.shape[3] * 4, &c->key_gradient_row)) ||
@@ -195,7 +227,7 @@ heed_status open_ring(ring *c, const heed_attention *a, const heed_gradient *g, 
     if (s)
         return s;
     cutter use = { c->memory, 0 };
-    cut_all(c, &use, g != NULL);
+    cut_all(c, &use, backward);
     pack(&a->k, c->block[0]);
     pack(&a->v, c->block[0] + (size_t)(a->k.shape[0] * a->k.shape[1] * a->k.shape[2] * a->k.shape[3]) * (size_t)size);
     return HEED_OK;

@@ -48,7 +48,8 @@ heed_tensor rows_of(heed_tensor t, const range *r);
 void fill(float *to, size_t count, float value);
 
 /* Checks, agrees with the other ranks, lays out, allocates, packs k and v. close_ring() follows in any case. */
-heed_status open_ring(ring *c, const heed_attention *a, const heed_gradient *g, const heed_mpi *m, const heed_exec *x);
+heed_status open_ring(ring *c, int backward, const heed_attention *a, const heed_gradient *g, const heed_mpi *m,
+                      const heed_exec *x);
 void close_ring(ring *c);
 
 /* A result in fp32 to where the caller wants it, in the caller's dtype. lse_to may be absent. */

@@ -322,10 +322,17 @@ static void wrong_calls(void)
                                         "mask, bias, sink",
                                         "expected HEED_CPU",
                                         "the call",
-                                        "shards: is 7" };
-    for (int n = 0; n < 7; n++) {
+                                        "shards: is 7",
+                                        "zero_scale: is 0 on rank 0 and 1 on rank",
+                                        "alibi",
+                                        "attention: is NULL",
+                                        "exec: is NULL",
+                                        "gradient: is NULL",
+                                        "a message takes 2147483647" };
+    for (int n = 0; n < 12 + others; n++) { /* the last one is about messages */
         tensors t;
         char mask[1] = { 1 };
+        float slopes[HQ] = { 1, 1, 1, odd && n == 8 ? 2 : 1 };
         make(&t, &p, HEED_F32, length(&p, 40, rank), length(&p, 40, rank));
         heed_mpi mine = m;
         heed_exec exec = x;
@@ -341,11 +348,34 @@ static void wrong_calls(void)
             exec.backend = HEED_CUDA;
         if (odd && n == 6)
             mine.shards = (heed_mpi_shards)7;
-        heed_status s = odd && n == 5 ? heed_mpi_backward(&t.a, &t.g, &mine, &exec)
-                                      : heed_mpi_forward(&t.a, &mine, &exec);
-        int alone_is_right = !others && (n == 0 || n == 1 || n == 5);
+        if (odd && n == 7)
+            t.a.zero_scale = 1;
+        if (n == 8)
+            t.a.alibi = (heed_tensor){ slopes, HEED_F32, { 1, HQ, 1, 1 }, { 0 } };
+        if (odd && n == 12) { /* the same key again and again */
+            t.a.k.shape[2] = t.a.v.shape[2] = 3000000000;
+            memcpy(t.a.k.stride, (int64_t[4]){ 1, 1, 0, 1 }, sizeof t.a.k.stride);
+            memcpy(t.a.v.stride, t.a.k.stride, sizeof t.a.v.stride);
+        }
+        heed_status s = (odd && n == 5) || n == 11
+                            ? heed_mpi_backward(&t.a, odd && n == 11 ? NULL : &t.g, &mine, &exec)
+                            : heed_mpi_forward(odd && n == 9 ? NULL : &t.a, &mine, odd && n == 10 ? NULL : &exec);
+        int alone_is_right = !others && (n == 0 || n == 1 || n == 5 || n == 7 || n == 8);
         expect(alone_is_right ? !s : s && strstr(heed_mpi_last_error(), says[n]), says[n], heed_mpi_last_error());
         drop(&t);
+    }
+    heed_attention a = { .causal = 1 }; /* what the others cannot hear of */
+    heed_mpi nowhere = { .comm = MPI_COMM_NULL };
+    expect(heed_mpi_forward(&a, NULL, &x) && strstr(heed_mpi_last_error(), "mpi: is NULL"), "m", heed_mpi_last_error());
+    expect(heed_mpi_forward(&a, &nowhere, &x) && strstr(heed_mpi_last_error(), "MPI_COMM_NULL"), "comm",
+           heed_mpi_last_error());
+    if (others) {
+        MPI_Comm part;
+        MPI_Comm_split(MPI_COMM_WORLD, rank == 0, rank, &part);
+        MPI_Intercomm_create(part, 0, MPI_COMM_WORLD, rank == 0, 1, &nowhere.comm);
+        expect(heed_mpi_forward(&a, &nowhere, &x) && strstr(heed_mpi_last_error(), "intercommunicator"), "comm",
+               heed_mpi_last_error());
+        MPI_Comm_free(&nowhere.comm), MPI_Comm_free(&part);
     }
     tensors t; /* lengths that are not those of a layout */
     make(&t, &p, HEED_F32, 10 + 2 * rank, 10 + 2 * rank);
