@@ -99,14 +99,11 @@ def test_what_heed_cannot_do_is_said():
 def test_register_names_both_the_attention_and_the_mask(monkeypatch):
     known = {}
     interface = lambda kind: type(kind, (), {"register": lambda name, function: known.update({(kind, name): function})})
-    masks = types.ModuleType("transformers.masking_utils")
-    masks.sdpa_mask = object()
     stub = types.ModuleType("transformers")
     stub.AttentionInterface, stub.AttentionMaskInterface = interface("attention"), interface("mask")
     monkeypatch.setitem(sys.modules, "transformers", stub)
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
     for_transformers.register()
-    assert known == {("attention", "heed"): for_transformers.attention_forward, ("mask", "heed"): masks.sdpa_mask}
+    assert known == {("attention", "heed"): for_transformers.attention_forward, ("mask", "heed"): for_transformers.make_mask}
 
 
 # ---- transformers: models --------------------------------------------------------------------------------------------
@@ -161,6 +158,21 @@ def test_models_give_what_eager_gives(kind, monkeypatch, device):
         assert (got is None) == (want is None)
         if got is not None:
             close(got, want, 1e-4)
+
+
+@needs("transformers")
+@pytest.mark.parametrize("kind,options,window", [
+    ("MistralForCausalLM", {}, (3, 0)),
+    ("MistralForCausalLM", {"attention_mask": PADDED[1]}, (3, 0)),
+    ("LlamaForCausalLM", {"attention_mask": PADDED[1]}, (None, 0)),
+    ("LlamaForCausalLM", {"attention_mask": torch.ones(2, 1, 14, 14, dtype=torch.bool)}, None),
+    ("MistralForCausalLM", {"position_ids": torch.tensor([[*range(5), *range(9)]]), "use_cache": False}, None),
+])
+def test_only_the_band_of_a_causal_mask_is_computed(kind, options, window, monkeypatch):
+    windows = []
+    monkeypatch.setattr(heed, "attention", lambda *a, _real=heed.attention, **k: (windows.append(k["window"]), _real(*a, **k))[1])
+    model_of("heed", kind)(PADDED[0], **options)
+    assert windows == [window] * 2
 
 
 @needs("transformers")

@@ -20,10 +20,9 @@ def register(name=NAME):
     """Makes `name` known to transformers, both as an attention and as a kind of mask. Without the second, transformers
     would hand the attention no mask at all, and padding would be attended to."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, make_mask)
 
 
 def register_distributed(name="heed_distributed", group=None, shards="zigzag", method="auto"):
@@ -48,11 +47,27 @@ def register_distributed(name="heed_distributed", group=None, shards="zigzag", m
     AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
+def make_mask(**given):
+    """transformers' mask interface: what sdpa_mask makes. A mask that shows nothing outside of a causal band says so in
+    heed_window: attention then costs what the band does, and not what all the mask would."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask = sdpa_mask(**given)
+    # allow_is_causal_skip: nothing was added to the causal mask but a local size and padding. The band counts from the
+    # last row at the last key, so that is where they must be.
+    if mask is None or torch.compiler.is_compiling() or not given.get("allow_is_causal_skip") or "q_length" not in given:
+        return mask
+    if given["q_offset"] + given["q_length"] == given["kv_offset"] + given["kv_length"]:
+        size = given.get("local_size")
+        mask.heed_window = (None if size is None else size - 1, 0)
+    return mask
+
+
 def attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
                       s_aux=None, position_bias=None, cache=None, output_attentions=False, **_):
     """transformers' attention interface: [B, H, S, D] in, ([B, S, H, D], None) out.
 
-    attention_mask is what sdpa_mask made: bool, true where attended, sliding windows and packed sequences included; a
+    attention_mask is what make_mask made: bool, true where attended, sliding windows and packed sequences included; a
     float one is added to the scores. None means causal or full, as the module says. Grouped heads, softcap, sinks
     (s_aux) and a position bias go to the kernel as they are; nothing is repeated or copied."""
     if output_attentions:
@@ -68,6 +83,7 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
     mask, bias = attention_mask, position_bias
     if mask is not None and mask.dtype != torch.bool:
         mask, bias = None, mask if bias is None else mask + bias
-    o = heed.attention(query, key, value, causal=causal, mask=mask, bias=bias, scale=scaling, softcap=softcap or 0.0,
-                       sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
+    window = getattr(attention_mask, "heed_window", None)
+    o = heed.attention(query, key, value, causal=causal, window=window, mask=mask, bias=bias, scale=scaling,
+                       softcap=softcap or 0.0, sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
     return o.transpose(1, 2).contiguous(), None
