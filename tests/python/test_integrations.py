@@ -59,6 +59,14 @@ def test_a_static_cache_has_keys_that_are_not_there_yet():
     close(attend(decoder, q, k, v, None), want)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("keys", [5, 9])
+def test_fewer_rows_than_positions_are_the_last(rows, keys):
+    q, k, v = qkv(rows=5, keys=keys)
+    want = F.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], is_causal=True)
+    close(attend(decoder, q[:, :, -rows:], k, v, None, position_ids=torch.arange(5)[None]), want[:, :, -rows:])
+
+
 def test_masks_are_bool_or_added_and_replace_causality():
     q, k, v = qkv()
     mask = torch.rand(2, 1, 12, 12) < 0.7
@@ -170,7 +178,8 @@ def test_models_give_what_eager_gives(kind, monkeypatch, device):
 ])
 def test_only_the_band_of_a_causal_mask_is_computed(kind, options, window, monkeypatch):
     windows = []
-    monkeypatch.setattr(heed, "attention", lambda *a, _real=heed.attention, **k: (windows.append(k["window"]), _real(*a, **k))[1])
+    monkeypatch.setattr(heed, "attention",
+                        lambda *a, _real=heed.attention, **k: (windows.append(k["window"]), _real(*a, **k))[1])
     model_of("heed", kind)(PADDED[0], **options)
     assert windows == [window] * 2
 

@@ -64,7 +64,7 @@ def make_mask(**given):
 
 
 def attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
-                      s_aux=None, position_bias=None, cache=None, output_attentions=False, **_):
+                      s_aux=None, position_bias=None, position_ids=None, cache=None, output_attentions=False, **_):
     """transformers' attention interface: [B, H, S, D] in, ([B, S, H, D], None) out.
 
     attention_mask is what make_mask made: bool, true where attended, sliding windows and packed sequences included; a
@@ -74,10 +74,11 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
         raise ValueError('heed never holds the attention weights; use attn_implementation="eager" for output_attentions')
     if cache is not None:
         raise ValueError('heed has no continuous batching in transformers yet; use attn_implementation="sdpa" for it')
-    rows, keys = query.shape[2], key.shape[2]
+    # Positions of the call; where a layer computes fewer rows than that (Gemma 4), they are the last ones.
+    rows = query.shape[2] if position_ids is None else max(query.shape[2], position_ids.shape[-1])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and rows > 1
-    if causal and keys > rows:  # the first call on a static cache: keys beyond the rows are not there yet
+    if causal and key.shape[2] > rows:  # the first call on a static cache: keys beyond the rows are not there yet
         key, value = key[:, :, :rows], value[:, :, :rows]
         position_bias = None if position_bias is None else position_bias[..., :rows]
     mask, bias = attention_mask, position_bias
