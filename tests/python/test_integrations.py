@@ -67,6 +67,13 @@ def test_fewer_rows_than_positions_are_the_last(rows, keys):
     close(attend(decoder, q[:, :, -rows:], k, v, None, position_ids=torch.arange(5)[None]), want[:, :, -rows:])
 
 
+def test_queries_once_for_all_of_a_batch():
+    q, k, v = qkv()
+    for q, k, v in (q[:1], k, v), (q, k[:1], v[:1]):
+        want = F.scaled_dot_product_attention(q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1))
+        close(attend(encoder, q, k, v, None), want)
+
+
 def test_masks_are_bool_or_added_and_replace_causality():
     q, k, v = qkv()
     mask = torch.rand(2, 1, 12, 12) < 0.7

@@ -74,6 +74,9 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
         raise ValueError('heed never holds the attention weights; use attn_implementation="eager" for output_attentions')
     if cache is not None:
         raise ValueError('heed has no continuous batching in transformers yet; use attn_implementation="sdpa" for it')
+    if query.shape[0] != key.shape[0]:  # queries that are learned may be given once for all
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (t.expand(batch, -1, -1, -1) for t in (query, key, value))
     # Positions of the call; where a layer computes fewer rows than that (Gemma 4), they are the last ones.
     rows = query.shape[2] if position_ids is None else max(query.shape[2], position_ids.shape[-1])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
