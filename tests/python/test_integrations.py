@@ -109,6 +109,9 @@ def test_what_heed_cannot_do_is_said():
         attend(decoder, q, k, v, None, output_attentions=True)
     with pytest.raises(ValueError, match="continuous batching"):
         attend(decoder, q, k, v, None, cache=object())
+    for name in "indices", "block_indices", "sinks":
+        with pytest.raises(ValueError, match=f"{name}: heed does not take what SimpleNamespace says"):
+            attend(decoder, q, k, v, None, **{name: torch.zeros(1)})
 
 
 def test_register_names_both_the_attention_and_the_mask(monkeypatch):

@@ -15,6 +15,10 @@ import heed
 
 NAME = "heed"
 
+# What models say outside of masks where the attention is neither "eager" nor "sdpa": keys that an indexer chose
+# (DeepSeek V3.2, MiniMax M3), a sink for each row (Inkling 2). Without it the result would be another one.
+NOT_TAKEN = ("indices", "block_indices", "sinks")
+
 
 def register(name=NAME):
     """Makes `name` known to transformers, both as an attention and as a kind of mask. Without the second, transformers
@@ -64,7 +68,7 @@ def make_mask(**given):
 
 
 def attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
-                      s_aux=None, position_bias=None, position_ids=None, cache=None, output_attentions=False, **_):
+                      s_aux=None, position_bias=None, position_ids=None, cache=None, output_attentions=False, **more):
     """transformers' attention interface: [B, H, S, D] in, ([B, S, H, D], None) out.
 
     attention_mask is what make_mask made: bool, true where attended, sliding windows and packed sequences included; a
@@ -74,6 +78,10 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
         raise ValueError('heed never holds the attention weights; use attn_implementation="eager" for output_attentions')
     if cache is not None:
         raise ValueError('heed has no continuous batching in transformers yet; use attn_implementation="sdpa" for it')
+    for name in NOT_TAKEN:
+        if more.get(name) is not None:
+            raise ValueError(f'{name}: heed does not take what {type(module).__name__} says with it; use '
+                             'attn_implementation="eager" or "sdpa"')
     if query.shape[0] != key.shape[0]:  # queries that are learned may be given once for all
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (t.expand(batch, -1, -1, -1) for t in (query, key, value))
