@@ -84,6 +84,16 @@ def test_masks_are_bool_or_added_and_replace_causality():
     close(attend(decoder, q, k, v, added), want)
 
 
+def test_packed_sequences_that_a_mask_may_not_know():
+    q, k, v = qkv(batch=1)
+    begins = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=7, max_length_k=7)
+    parts = zip(*(t.split([5, 7], 2) for t in (q, k, v)))
+    want = torch.cat([F.scaled_dot_product_attention(*part, is_causal=True) for part in parts], 2)
+    close(attend(decoder, q, k, v, None, **packed), want)
+    close(attend(decoder, q, k, v, torch.ones(1, 1, 12, 12, dtype=torch.bool).tril(), **packed), want)
+
+
 def test_grouped_heads_scaling_and_softcap():
     q, k, v = qkv(heads_k=2)
     want = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)

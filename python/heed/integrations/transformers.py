@@ -68,12 +68,15 @@ def make_mask(**given):
 
 
 def attention_forward(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, softcap=None,
-                      s_aux=None, position_bias=None, position_ids=None, cache=None, output_attentions=False, **more):
+                      s_aux=None, position_bias=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None,
+                      max_length_q=None, max_length_k=None, cache=None, output_attentions=False, **more):
     """transformers' attention interface: [B, H, S, D] in, ([B, S, H, D], None) out.
 
     attention_mask is what make_mask made: bool, true where attended, sliding windows and packed sequences included; a
     float one is added to the scores. None means causal or full, as the module says. Grouped heads, softcap, sinks
-    (s_aux) and a position bias go to the kernel as they are; nothing is repeated or copied."""
+    (s_aux) and a position bias go to the kernel as they are; nothing is repeated or copied. cu_seq_lens_q and the like
+    (DataCollatorWithFlattening) say where packed sequences begin, which the mask only knows where transformers took it
+    from the positions."""
     if output_attentions:
         raise ValueError('heed never holds the attention weights; use attn_implementation="eager" for output_attentions')
     if cache is not None:
@@ -85,17 +88,27 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
     if query.shape[0] != key.shape[0]:  # queries that are learned may be given once for all
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (t.expand(batch, -1, -1, -1) for t in (query, key, value))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
+    options = dict(scale=scaling, softcap=softcap or 0.0, sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
+    if attention_mask is None and cu_seq_lens_q is not None:
+        batch, _, rows, _ = query.shape
+        tokens = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        o = heed.attention_varlen(*tokens, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, causal=causal,
+                                  bias=position_bias, **options)
+        return o.unflatten(0, (batch, rows)), None
     # Positions of the call; where a layer computes fewer rows than that (Gemma 4), they are the last ones.
     rows = query.shape[2] if position_ids is None else max(query.shape[2], position_ids.shape[-1])
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and attention_mask is None and rows > 1
+    causal = causal and rows > 1
     if causal and key.shape[2] > rows:  # the first call on a static cache: keys beyond the rows are not there yet
         key, value = key[:, :, :rows], value[:, :, :rows]
         position_bias = None if position_bias is None else position_bias[..., :rows]
     mask, bias = attention_mask, position_bias
     if mask is not None and mask.dtype != torch.bool:
         mask, bias = None, mask if bias is None else mask + bias
+    if mask is not None and cu_seq_lens_q is not None:
+        row_of, key_of = (torch.bucketize(torch.arange(t.shape[0] * t.shape[2], device=t.device), begins, right=True)
+                          .view(t.shape[0], 1, -1) for t, begins in ((query, cu_seq_lens_q), (key, cu_seq_lens_k)))
+        mask = mask & (row_of[..., None] == key_of[:, :, None])
     window = getattr(attention_mask, "heed_window", None)
-    o = heed.attention(query, key, value, causal=causal, window=window, mask=mask, bias=bias, scale=scaling,
-                       softcap=softcap or 0.0, sink=None if s_aux is None else s_aux.float(), dropout_p=dropout)
+    o = heed.attention(query, key, value, causal=causal, window=window, mask=mask, bias=bias, **options)
     return o.transpose(1, 2).contiguous(), None
