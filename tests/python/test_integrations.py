@@ -205,6 +205,15 @@ def test_only_the_band_of_a_causal_mask_is_computed(kind, options, window, monke
 
 
 @needs("transformers")
+def test_models_that_compute_attention_by_themselves_are_refused():
+    import transformers
+    for_transformers.register()
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4, attn_implementation="heed")
+    with pytest.raises(ValueError, match="BloomConfig: these models compute attention by themselves"):
+        transformers.BloomModel(config)(PADDED[0])
+
+
+@needs("transformers")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_with_a_cache(cache, device):
     tokens, mask = (t.to(device) for t in PADDED)

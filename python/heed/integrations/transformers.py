@@ -9,6 +9,8 @@ For sequences that are spread over ranks (heed.distributed):
     heed.integrations.transformers.register_distributed(group=group)
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="heed_distributed")
 """
+import sys
+
 import torch
 
 import heed
@@ -51,11 +53,25 @@ def register_distributed(name="heed_distributed", group=None, shards="zigzag", m
     AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
+def refuse_own_attention(config):
+    """An error for the models of transformers whose attention is written out in their own module: it would be computed
+    there, whatever it is called, with True and False added to the scores."""
+    kind = type(config)
+    module = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
+    if not kind.__module__.startswith("transformers.models.") or module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    if any("Attention" in name and value.__module__ == module.__name__ for name, value in vars(module).items()
+           if isinstance(value, type)):
+        raise ValueError(f'{kind.__name__}: these models compute attention by themselves; use attn_implementation="eager"')
+
+
 def make_mask(**given):
     """transformers' mask interface: what sdpa_mask makes. A mask that shows nothing outside of a causal band says so in
     heed_window: attention then costs what the band does, and not what all the mask would."""
     from transformers.masking_utils import sdpa_mask
 
+    if not torch.compiler.is_compiling():
+        refuse_own_attention(given.get("config"))
     mask = sdpa_mask(**given)
     # allow_is_causal_skip: nothing was added to the causal mask but a local size and padding. The band counts from the
     # last row at the last key, so that is where they must be.
