@@ -214,6 +214,27 @@ def test_models_that_compute_attention_by_themselves_are_refused():
 
 
 @needs("transformers")
+@pytest.mark.parametrize("kind,options", [
+    ("Splinter", dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)),
+    ("PegasusX", dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+                      encoder_ffn_dim=64, decoder_ffn_dim=64, block_size=4, num_global_tokens=2)),
+])
+def test_layers_that_do_not_know_whether_they_are_causal_have_a_mask(kind, options):
+    import transformers
+    for_transformers.register()
+    inputs = {"input_ids": PADDED[0]} | ({"decoder_input_ids": PADDED[0]} if kind == "PegasusX" else {})
+    results = []
+    for implementation in "eager", "heed":
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(vocab_size=64, attn_implementation=implementation, **options)
+        model = getattr(transformers, f"{kind}Model")(config).eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, 0, 0.2)
+        results.append(model(**inputs).last_hidden_state)
+    close(results[1], results[0], 1e-4)
+
+
+@needs("transformers")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_with_a_cache(cache, device):
     tokens, mask = (t.to(device) for t in PADDED)

@@ -53,16 +53,17 @@ def register_distributed(name="heed_distributed", group=None, shards="zigzag", m
     AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
-def refuse_own_attention(config):
-    """An error for the models of transformers whose attention is written out in their own module: it would be computed
-    there, whatever it is called, with True and False added to the scores."""
-    kind = type(config)
+@torch.compiler.assume_constant_result
+def is_vouched_for(kind):
+    """Whether transformers says that models of this configuration get along with attention that is not their own. An error
+    where they do not ask for it at all: they would add True and False to their scores."""
     module = sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"))
-    if not kind.__module__.startswith("transformers.models.") or module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
-        return
-    if any("Attention" in name and value.__module__ == module.__name__ for name, value in vars(module).items()
-           if isinstance(value, type)):
+    if not kind.__module__.startswith("transformers.models.") or module is None:
+        return True
+    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS") and any("Attention" in value.__name__ for value in own):
         raise ValueError(f'{kind.__name__}: these models compute attention by themselves; use attn_implementation="eager"')
+    return any(getattr(value, flag, False) for value in own for flag in ("_supports_sdpa", "_supports_attention_backend"))
 
 
 def make_mask(**given):
@@ -70,13 +71,17 @@ def make_mask(**given):
     heed_window: attention then costs what the band does, and not what all the mask would."""
     from transformers.masking_utils import sdpa_mask
 
-    if not torch.compiler.is_compiling():
-        refuse_own_attention(given.get("config"))
+    # allow_is_causal_skip: nothing was added to the causal mask but a local size and padding.
+    is_band = given.get("allow_is_causal_skip", False)
+    vouched = is_vouched_for(type(given.get("config")))
+    if not vouched:  # its layers may not know whether they are causal (Pegasus-X, Splinter): None would leave it to them
+        given["allow_is_causal_skip"] = False
     mask = sdpa_mask(**given)
-    # allow_is_causal_skip: nothing was added to the causal mask but a local size and padding. The band counts from the
-    # last row at the last key, so that is where they must be.
-    if mask is None or torch.compiler.is_compiling() or not given.get("allow_is_causal_skip") or "q_length" not in given:
+    if mask is None and not vouched:
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=given.get("device"))
+    if mask is None or torch.compiler.is_compiling() or not is_band or "q_length" not in given:
         return mask
+    # The band counts from the last row at the last key, so that is where they must be.
     if given["q_offset"] + given["q_length"] == given["kv_offset"] + given["kv_length"]:
         size = given.get("local_size")
         mask.heed_window = (None if size is None else size - 1, 0)
