@@ -73,7 +73,7 @@ static void ask_for(ahead *a, source x, int64_t first, int64_t last)
         ask_for_rows(a, x.base + first * x.step, last - first, x.step, bytes);
 }
 
-/* x * 0 is 0 or NaN: their sum over rows [first, last) of whole vectors. */
+/* x * 0 is 0 or NaN: their sum over rows [first, last) of a vector or more. */
 INLINE vec zeros_of_rows(heed_dtype type, const source *x, int64_t first, int64_t last)
 {
     vec sum[4] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
@@ -89,7 +89,7 @@ INLINE vec zeros_of_rows(heed_dtype type, const source *x, int64_t first, int64_
 #endif
         for (; c < x->dim; c += W)
             each(r, 4)
-                sum[r] = vec_fma(vec_load_as(type, row[r], c), vec_zero(), sum[r]);
+                sum[r] = vec_fma(vec_load_as(type, row[r], HEED_MIN(c, x->dim - W)), vec_zero(), sum[r]);
     }
     return vec_add(vec_add(sum[0], sum[1]), vec_add(sum[2], sum[3]));
 }
@@ -97,7 +97,7 @@ INLINE vec zeros_of_rows(heed_dtype type, const source *x, int64_t first, int64_
 /* 1 when rows [first, last) have no NaN and no infinity. */
 static int rows_are_finite(const source *x, int64_t first, int64_t last)
 {
-    if (x->t->stride[3] == 1 && x->dim % W == 0)
+    if (x->t->stride[3] == 1 && x->dim >= W)
         return vec_sum(FOR_TYPE(x->t->dtype, zeros_of_rows, x, first, last)) == 0;
     for (int64_t n = first; n < last; n++) {
         float row[HEED_MAX_HEAD_DIM], sum = 0;
@@ -119,8 +119,12 @@ static void unit_row(float *to, const source *x, int64_t n)
     const char *row = source_row(x, n);
     int64_t padded = 2 * units_of(x->dim);
     if (x->t->dtype == HEED_BF16 && x->t->stride[3] == 1) {
-        memcpy(to, row, (size_t)x->dim * 2);
-        memset((uint16_t *)to + x->dim, 0, (size_t)(padded - x->dim) * 2);
+        int64_t whole = x->dim / (2 * W) * W; /* units in whole vectors; behind them zeros, and the rest over these */
+        if (2 * whole < x->dim)
+            vec_store(to + whole, vec_zero());
+        for (int64_t u = 0; u < whole; u += W)
+            vec_store(to + u, vec_load((const float *)(const void *)row + u));
+        memcpy(to + whole, row + 4 * whole, (size_t)(2 * x->dim - 4 * whole));
         return;
     }
     load_row(wide, x->t->dtype, row, x->t->stride[3], x->dim, padded);
@@ -224,10 +228,11 @@ static void pack_stacked(float *to, const source *x, int64_t first, int64_t last
             a = (const uint16_t *)(const void *)source_row(x, n),
             b = (const uint16_t *)(const void *)source_row(x, n + 1);
         else {
-            memset(pair, 0, sizeof pair);
             unit_row((float *)pair[0], x, n);
             if (n + 1 < last)
                 unit_row((float *)pair[1], x, n + 1);
+            else
+                memset(pair[1], 0, sizeof pair[1]);
         }
         int64_t c = 0;
         for (; c + 2 * W <= width; c += 2 * W) {

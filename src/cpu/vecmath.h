@@ -94,31 +94,36 @@ INLINE void vec_store_as(heed_dtype type, void *row, int64_t c, vec x)
      : (type) == HEED_F16 ? f(HEED_F16, __VA_ARGS__)                                                                   \
                           : f(HEED_BF16, __VA_ARGS__))
 
+/* Rows of neighbours in vectors, of which the last may overlap the one before; shorter ones, and others, one by one. */
 INLINE void load_row_as(heed_dtype type, float *to, const void *from, int64_t step, int64_t n)
 {
     int64_t c = 0;
-    if (step == 1)
-        for (; c + W <= n; c += W)
-            vec_store(to + c, vec_load_as(type, from, c));
+    if (step == 1 && n >= W)
+        for (; c < n; c += W) {
+            int64_t at = HEED_MIN(c, n - W);
+            vec_store(to + at, vec_load_as(type, from, at));
+        }
     for (; c < n; c++)
         to[c] = load_as(type, from, c * step);
 }
 
-/* to[c] = from[c * step], c < n; zeros up to padded. */
+/* to[c] = from[c * step], c < n; zeros up to padded, a multiple of W where it is more than n. */
 static void load_row(float *to, heed_dtype type, const void *from, int64_t step, int64_t n, int64_t padded)
 {
+    for (int64_t c = n / W * W; c < padded && n < padded; c += W)
+        vec_store(to + c, vec_zero());
     FOR_TYPE(type, load_row_as, to, from, step, n);
-    for (int64_t c = n; c < padded; c++)
-        to[c] = 0;
 }
 
 /* to[c * step] = scale * from[c] + zero, where 0 makes a 0 of -0, and -0 leaves all as it is. */
 INLINE void store_row_as(heed_dtype type, void *to, int64_t step, const float *from, int64_t n, float scale, float zero)
 {
     int64_t c = 0;
-    if (step == 1)
-        for (; c + W <= n; c += W)
-            vec_store_as(type, to, c, vec_fma(vec_load(from + c), vec_set1(scale), vec_set1(zero)));
+    if (step == 1 && n >= W)
+        for (; c < n; c += W) {
+            int64_t at = HEED_MIN(c, n - W);
+            vec_store_as(type, to, at, vec_fma(vec_load(from + at), vec_set1(scale), vec_set1(zero)));
+        }
     for (; c < n; c++) {
         float x = scale * from[c] + zero;
         if (type == HEED_F32)
