@@ -60,6 +60,27 @@ TEST(causal_top_left_counts_from_the_start_of_each_padded_sequence) { check_form
 
 TEST(padding_goes_with_everything_else) { check_form(PADDED, 1, 1, everything); }
 
+/* Kernels may take few rows over many keys another way than over few: each sequence its own, whatever the batch holds. */
+TEST(few_rows_meet_few_keys_beside_many)
+{
+    static const int32_t few[] = { 8, 5, 3, 8 }, some[] = { 300, 100, 0, 129 };
+    static const case_form forms[] = { PADDED, RAGGED, PAGED };
+    for_each_kernel(EITHER_PASS, kernel)
+        for (int n = 0; n < 4; n++) {
+            if (n < 3 && forms[n] == PAGED && kernel.backward)
+                continue;
+            case_shape s = { .B = 4, .Hq = 4, .Hk = 1, .Sq = 8, .Sk = 300, .D = 32, .page = 16 };
+            if (n < 3)
+                s.form = forms[n], s.rows_of = few, s.keys_of = some;
+            test_case c = case_new(&kernel, s);
+            c.a.causal = n < 3;
+            if (n == 3) /* 75 of 300 keys */
+                c.a.align = HEED_ALIGN_POSITION, c.a.query_step = c.a.key_step = 1, c.a.key_stride = 4;
+            case_check(&c);
+            case_free(&c);
+        }
+}
+
 /* heed.h: "ragged: ... sequences lie end to end in one". */
 TEST(ragged_sequences_do_not_see_each_other) { check_form(RAGGED, 1, 1, NULL); }
 
@@ -225,6 +246,7 @@ int main(void)
         cmocka_unit_test(causal_counts_from_the_end_of_each_padded_sequence),
         cmocka_unit_test(causal_top_left_counts_from_the_start_of_each_padded_sequence),
         cmocka_unit_test(padding_goes_with_everything_else),
+        cmocka_unit_test(few_rows_meet_few_keys_beside_many),
         cmocka_unit_test(ragged_sequences_do_not_see_each_other),
         cmocka_unit_test(causal_counts_from_the_end_of_each_ragged_sequence),
         cmocka_unit_test(ragged_sequences_go_with_everything_else),

@@ -3,8 +3,6 @@
  * the processor prefetches by itself does not reach the limit, and memory must not rest while there is arithmetic to do: V
  * of a block is asked for while its scores are computed, K of the next block while the weights meet V. */
 
-#define DIRECT_OF_HEAD 4               /* rows of a query head, at most */
-#define DIRECT_ROWS 8                  /* of all heads of a group, at a time */
 #define AHEAD 32                       /* keys */
 #define DIRECT_SUMS (W == 16 ? 16 : 8) /* accumulators that fit in registers */
 
@@ -19,6 +17,12 @@
 #define direct_scale vec_mul
 #define DIRECT_UNIT 1
 #endif
+
+/* Rows of a query head for which K is not worth packing: up to 4, over many keys up to 8. */
+static inline int are_direct(int64_t rows, int64_t keys)
+{
+    return !HEED_SPLIT && rows <= (keys > FEW && !HEED_AMX ? 8 : 4);
+}
 
 /* Inlined into the rest of a tile, their sums would not stay in registers. */
 #define APART static __attribute__((noinline))

@@ -8,7 +8,7 @@ static void block_start(forward_block *b, const forward_run *x, const heed_span 
     int64_t width = round_up(p->Dv, W);
     b->j = &x->j, b->f = &x->f, b->span = s, b->hk = hk;
     b->after.count = 0;
-    b->is_direct = !HEED_SPLIT && s->rows <= DIRECT_OF_HEAD;
+    b->is_direct = are_direct(s->rows, s->keys);
     b->room = at_bytes(&x->j, scratch + x->f.q), b->S = at_bytes(&x->j, scratch + x->f.s);
     b->P = at_bytes(&x->j, scratch + x->f.p), b->O = at_bytes(&x->j, scratch + x->f.o);
     b->panels = at_bytes(&x->j, x->f.panels + x->f.panels_stride * (size_t)buffer);

@@ -11,7 +11,7 @@
  *
  * Few rows against many keys (a step of decoding) would leave threads idle and K packed for nothing. Where a sequence has
  * at most SPLIT_ROWS rows its keys are cut into chunks of CHUNK, each an item of work with a result of its own, merged in
- * order; and with at most DIRECT_OF_HEAD rows K is not packed: each key is read once, where it lies, for all heads. Each
+ * order; and where are_direct() says so K is not packed: each key is read once, where it lies, for all heads. Each
  * sequence is judged by itself, and not by its heads, so that the bits of one do not depend on the others. */
 
 #define BR (280 / MR * MR)
@@ -55,7 +55,7 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.block = f.rows;
     if (f.row_blocks > 1)
         f.block = round_up((f.rows + f.row_blocks - 1) / f.row_blocks, MR); /* whole tiles, but for the last block */
-    f.all_direct = !HEED_SPLIT && p->Sq <= DIRECT_OF_HEAD;
+    f.all_direct = are_direct(p->Sq, p->a.lengths_k || p->a.offsets_k ? 0 : p->full.keys);
     f.v_in_place = PER_UNIT == 1 && usable_in_place(p, &p->a.v, p->Dv, p->a.key_stride, f.rows);
     const heed_tensor *tensors[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o };
     f.asks = f.by_head && worth_asking(tensors, 4);
@@ -79,7 +79,7 @@ static forward_layout forward_lay_out(const heed_problem *p, const heed_plan *pl
     f.reach = used, used += f.reach_stride * (size_t)copies;
 
     f.q = take(&inside, f.block * f.ldq);
-    f.s = f.p = take(&inside, HEED_MAX(TALL, DIRECT_ROWS) * LDS);
+    f.s = f.p = take(&inside, MOST_ROWS * LDS);
     if (HEED_SPLIT)
         take(&inside, MR * LDS), f.p = take(&inside, MR * LDW); /* S of two tiles */
     f.o = take(&inside, f.block * f.ldo);
@@ -137,7 +137,7 @@ typedef struct forward_tile {
     int64_t t, r0, rows, n0;
     int64_t first, last, all_first, all_last; /* keys that some row sees, that all see */
     int64_t from, to;                         /* columns that are computed */
-    float *S, keep[TALL + W];
+    float *S, keep[MOST_ROWS + W];
 #if HEED_SPLIT
     weighing weights;
 #endif

@@ -55,7 +55,7 @@ INLINE void store_weights(float *P, float *S, int64_t r, int64_t i, int64_t to, 
 INLINE void raise_tile(const float *S, float *m, float *keep, float *base, int64_t rows, int64_t from, int64_t to,
                        float c, const char *near)
 {
-    float top[TALL + W] = { 0 };
+    float top[MOST_ROWS + W] = { 0 };
     int64_t r = 0;
     for (; r < rows; r += 4) {
         const float *s = S + r * LDS;
@@ -134,7 +134,7 @@ INLINE void weigh_tile(float *P, float *S, float *l, const float *keep, const fl
                        const char *near, int64_t rows, int64_t from, int64_t to, float c, const int as_units,
                        ahead *next)
 {
-    vec sum[TALL + W];
+    vec sum[MOST_ROWS + W];
     for (int64_t r = 0; r < rows; r++) {
         vec of_row[2] = { vec_zero(), vec_zero() };
         row_base b = all_near ? base_of(0, 1) : base_of(base[r], near && near[r]);
@@ -153,7 +153,7 @@ INLINE void weigh_tile(float *P, float *S, float *l, const float *keep, const fl
 INLINE void softmax_tile(float *P, float *S, float *m, float *l, float *keep, int64_t rows, int64_t from, int64_t to,
                          float c, const int as_units, const char *near, ahead *next)
 {
-    float base[TALL + W];
+    float base[MOST_ROWS + W];
     raise_tile(S, m, keep, base, rows, from, to, c, near);
     weigh_tile(P, S, l, keep, base, 0, near, rows, from, to, c, as_units, next);
 }

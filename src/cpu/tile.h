@@ -87,6 +87,8 @@ static const float keep_all[16] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
  * mostly waiting for its own results: a tile of the forward is two of the registers' there. */
 #define FLAT (MR > 6 && !HEED_SPLIT ? MR / 2 : MR)
 #define TALL (HEED_AMX ? MR : 2 * MR)
+#define DIRECT_ROWS 32 /* few rows, which meet keys without a register tile (direct.h): at a time */
+#define MOST_ROWS HEED_MAX(TALL, DIRECT_ROWS) /* of one softmax */
 #define FEW (8 * W)
 static inline int64_t tile_count(int64_t rows, int64_t height) { return (rows + height - 1) / height; }
 static inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index)
