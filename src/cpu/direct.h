@@ -44,12 +44,15 @@ static void direct_row(float *to, const source *x, int64_t n)
         load_row(to, x->t->dtype, source_row(x, n), x->t->stride[3], x->dim, direct_units(x->dim));
 }
 
-/* into: 3, the first cache; 2, the second. */
-INLINE void prefetch_row(const source *x, int64_t n, const int into)
+/* Into the first cache or the second, which clang wants to read as a number. */
+INLINE void prefetch_row(const source *x, int64_t n, const int first)
 {
     const char *row = source_row(x, n);
     for (int64_t i = 0; i < x->dim * (x->t->dtype == HEED_F32 ? 4 : 2); i += LINE)
-        __builtin_prefetch(row + i, 0, into);
+        if (first)
+            __builtin_prefetch(row + i, 0, 3);
+        else
+            __builtin_prefetch(row + i, 0, 2);
 }
 
 /* R rows and four keys: s[r * LDS + c] = q_r . k_c. Each product is summed in the same way, so that a row does not depend
@@ -97,9 +100,9 @@ APART void direct_scores(const direct_rows *x, float *S, int64_t n0, int64_t fro
         const void *k[4];
         for (int64_t i = 0; i < 4; i++) {
             int64_t n = n0 + HEED_MAX(from, HEED_MIN(c + i, to - 1)); /* keys outside may not be there */
-            prefetch_row(&x->v, n, 3); /* quicker from memory than into the second cache, for K slower */
+            prefetch_row(&x->v, n, 1); /* quicker from memory than into the second cache, for K slower */
             if (n + AHEAD < x->k.s->keys)
-                prefetch_row(&x->k, n + AHEAD, 2);
+                prefetch_row(&x->k, n + AHEAD, 0);
             k[i] = source_row(&x->k, n);
             if (!whole) {
                 direct_row(copies[i], &x->k, n);
