@@ -21,9 +21,8 @@ static void gradient_row(backward_block *b, int64_t r, float *s, float *ds, int6
     int capped = j->p->a.softcap > 0;
     if (j->changes || !whole)
         adjust_row(j, &b->span, b->row[r], s, capped ? slope : NULL, n0, from, to);
-    char hidden[BC];
     for (int64_t c = from; bias && c < to; c++)
-        hidden[c] = s[c] == -INFINITY;
+        bias[c] = s[c];
     vec scale = vec_set1(j->changes ? 1 : j->s_scale);
     vec lse = vec_set1(-b->lse[r]), delta = vec_set1(b->delta[r]), ds_scale = vec_set1(bias ? 1 : j->p->a.scale);
     if (j->p->drop_below) {
@@ -41,7 +40,7 @@ static void gradient_row(backward_block *b, int64_t r, float *s, float *ds, int6
             vec_store(s + c, p);
         }
     for (int64_t c = from; bias && c < to; c++)
-        bias[c] = hidden[c] ? 0 : ds[c]; /* where P = 0, dS may be 0 * NaN */
+        bias[c] = bias[c] == -INFINITY ? 0 : ds[c]; /* where P = 0, dS may be 0 * NaN */
     if (capped) {
         int64_t first = HEED_MAX(b->row[r].first - n0, from), last = HEED_MIN(b->row[r].last - n0, to);
         for (int64_t c = first; c < last; c++)
