@@ -79,5 +79,25 @@ PKG_CONFIG_PATH=$lib/pkgconfig make -s -C "$scratch/flash_demo" demo
 LD_LIBRARY_PATH=$lib "$scratch/flash_demo/demo" >"$scratch/flash_demo.out"
 grep -q '^O  *0\.016065  *-0\.0290427  *-0\.027025$' "$scratch/flash_demo.out"
 
+# As a part of another project: of its flags those that would change what the kernels compute do not reach them.
+mkdir "$scratch/parent"
+echo 'int main(void) { return 0; }' >"$scratch/parent/main.c"
+cat >"$scratch/parent/CMakeLists.txt" <<'END'
+cmake_minimum_required(VERSION 3.25)
+project(parent LANGUAGES C)
+add_subdirectory(${HEED} heed)
+add_executable(main main.c)
+target_link_libraries(main PRIVATE heed::heed)
+END
+cmake -G Ninja -S "$scratch/parent" -B "$scratch/parent/build" -DHEED="$source" -DHEED_CUDA=OFF -DCMAKE_BUILD_TYPE= \
+    -DCMAKE_C_FLAGS="-ffast-math -march=native" >"$scratch/parent.log"
+commands=$(ninja -C "$scratch/parent/build" -t commands main)
+kernels=$(echo "$commands" | grep -e '-c .*kernels.c$')
+[ "$kernels" ]
+expect "kernels with the parent's -ffast-math" "" "$(echo "$kernels" | grep -v -e '-ffast-math.* -fno-fast-math .*-O3')"
+if [ "$(uname -m)" = x86_64 ]; then
+    expect "kernels with the parent's -march" "" "$(echo "$kernels" | grep -v -e '-march=native.* -march=x86-64 ')"
+fi
+
 # The program finds its library beside it, without help.
 expect "heed --version" "heed $version" "$(env -u LD_LIBRARY_PATH "$prefix/bin/heed" --version | head -n 1)"
