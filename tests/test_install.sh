@@ -79,7 +79,8 @@ PKG_CONFIG_PATH=$lib/pkgconfig make -s -C "$scratch/flash_demo" demo
 LD_LIBRARY_PATH=$lib "$scratch/flash_demo/demo" >"$scratch/flash_demo.out"
 grep -q '^O  *0\.016065  *-0\.0290427  *-0\.027025$' "$scratch/flash_demo.out"
 
-# As a part of another project: of its flags those that would change what the kernels compute do not reach them.
+# As a part of another project: that keeps its build type, and of its flags those that would change what the kernels
+# compute do not reach them.
 mkdir "$scratch/parent"
 echo 'int main(void) { return 0; }' >"$scratch/parent/main.c"
 cat >"$scratch/parent/CMakeLists.txt" <<'END'
@@ -92,6 +93,8 @@ END
 cmake -G Ninja -S "$scratch/parent" -B "$scratch/parent/build" -DHEED="$source" -DHEED_CUDA=OFF -DCMAKE_BUILD_TYPE= \
     -DCMAKE_C_FLAGS="-ffast-math -march=native" >"$scratch/parent.log"
 commands=$(ninja -C "$scratch/parent/build" -t commands main)
+expect "parent's own flags" "-ffast-math -march=native" \
+    "$(echo "$commands" | sed -n 's/ *-MD .* -c .*parent\/main.c$//p' | grep -o -e '-ffast-math.*')"
 kernels=$(echo "$commands" | grep -e '-c .*kernels.c$')
 [ "$kernels" ]
 expect "kernels with the parent's -ffast-math" "" "$(echo "$kernels" | grep -v -e '-ffast-math.* -fno-fast-math .*-O3')"
