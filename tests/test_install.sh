@@ -41,6 +41,8 @@ if objdump -p "$lib/libheed.so" "$prefix/bin/heed" | grep 'NEEDED.*\(libstdc++\|
     echo "the library or the program needs these, and would not start where they are missing" >&2
     exit 1
 fi
+# OpenMP's threads wait in the library's companions: dlclose() must leave these where they are.
+readelf -d "$lib/libheed.so" | grep -q NODELETE || { echo "libheed.so can be unloaded" >&2; exit 1; }
 bytes=$(wc -c <"$lib/libheed.so") most=2000000
 if "$prefix/bin/heed" info | grep -q forward_cuda_; then most=20000000; fi
 [ "$bytes" -lt $most ] || { echo "the library has $bytes bytes; it must stay below $most" >&2; exit 1; }
