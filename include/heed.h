@@ -227,7 +227,8 @@ typedef struct heed_exec {
     size_t workspace_bytes;
     int threads; /* HEED_CPU: at most this many; 0: what heed_set_threads() said, else OpenMP's number. One thread is
                     used for work of some microseconds and inside a parallel region of the caller's; never more than
-                    256, or than the hardware has where that is more. */
+                    256, or than the hardware has where that is more. A process made by fork() asks for 1 if calls
+                    before the fork used more: OpenMP's threads stay behind, and it would wait for them. */
     int nondeterministic; /* 1: sums may be taken in any order where that is faster */
     heed_precision precision;
     const char *kernel; /* force this row of the kernel table; HEED_UNSUPPORTED where it cannot take the problem. NULL:
