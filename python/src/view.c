@@ -93,17 +93,42 @@ static int dtype_of_format(const char *format, Py_ssize_t size, dl_dtype *dtype)
 
 static void fail_closed(PyObject *object, const char *name, int writable)
 {
-    PyErr_Format(PyExc_ValueError, "%s: is a %R that does not let its memory be %s", name, Py_TYPE(object),
-                 writable ? "written" : "read");
+    const char *how = writable ? "written" : "read";
+    PyErr_Clear();
+    PyObject *dtype = PyObject_GetAttrString(object, "dtype");
+    PyErr_Clear();
+    if (dtype)
+        PyErr_Format(PyExc_ValueError, "%s: is a %R of %S that does not let its memory be %s", name, Py_TYPE(object),
+                     dtype, how);
+    else
+        PyErr_Format(PyExc_ValueError, "%s: is a %R that does not let its memory be %s", name, Py_TYPE(object), how);
+    Py_XDECREF(dtype);
+}
+
+/* NumPy's array of bfloat16, which has no letter in the struct module, as one of whole numbers; else NULL. */
+static PyObject *bits_of_bfloat(PyObject *object)
+{
+    PyObject *dtype = PyObject_GetAttrString(object, "dtype"), *word = dtype ? PyObject_Str(dtype) : NULL, *bits = NULL;
+    if (word && !PyUnicode_CompareWithASCIIString(word, "bfloat16"))
+        bits = PyObject_CallMethod(object, "view", "s", "uint16");
+    PyErr_Clear();
+    Py_XDECREF(dtype);
+    Py_XDECREF(word);
+    return bits;
 }
 
 static int open_buffer(view *v, PyObject *object, const char *name, int writable)
 {
     Py_buffer *b = &v->held.buffer;
     if (PyObject_GetBuffer(object, b, PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0))) {
-        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) /* NumPy's */
-            fail_closed(object, name, writable);
-        return -1;
+        if (!PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError)) /* NumPy's */
+            return -1;
+        PyErr_Clear();
+        PyObject *bits = bits_of_bfloat(object);
+        int failed = bits ? open_buffer(v, bits, name, writable) : (fail_closed(object, name, writable), -1);
+        Py_XDECREF(bits); /* the buffer has it */
+        v->dtype = (dl_dtype){ DL_BFLOAT, 16, 1 };
+        return failed;
     }
     int bad = dtype_of_format(b->format, b->itemsize, &v->dtype);
     if (bad)

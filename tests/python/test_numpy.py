@@ -19,7 +19,8 @@ rng = np.random.default_rng(0)
 
 
 def naive(q, k, v, **how):
-    scores = np.einsum("bhid,bhjd->bhij", q, k, dtype=np.float64) * q.shape[-1] ** -0.5
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = np.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
     scores = scores + how.get("bias", 0)
     visible = np.broadcast_to(how.get("mask", True), scores.shape)
     if how.get("causal"):
@@ -33,13 +34,19 @@ def arrays(*shape, dtype=np.float32):
     return [rng.standard_normal(shape).astype(dtype) for _ in range(3)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float16, 4e-3), (np.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(np.float32, 1e-5), (np.float16, 4e-3), (np.float64, 1e-12), ("bfloat16", 4e-2)]
+)
 def test_arrays_in_arrays_out(dtype, tolerance):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
     q, k, v = arrays(2, 3, 7, 16, dtype=dtype)
     bias = rng.standard_normal((7, 7)).astype(dtype)
     o, lse = heed.attention(q, k, v, causal=True, bias=bias, return_lse=True)
     assert type(o) is np.ndarray and o.dtype == dtype and lse.shape == (2, 3, 7)
-    np.testing.assert_allclose(o, naive(q, k, v, causal=True, bias=bias), atol=tolerance)
+    np.testing.assert_allclose(o.astype(float), naive(q, k, v, causal=True, bias=bias), atol=tolerance)
+    grads = heed.attention_backward(o, q, k, v, o, lse, causal=True, bias=bias)
+    assert all(type(g) is np.ndarray and g.dtype == dtype for g in grads)
 
 
 def test_any_order_in_memory():
