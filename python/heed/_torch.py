@@ -46,14 +46,14 @@ def check(name: str, t: Any) -> None:
     """An error unless t is a tensor that has its numbers in memory, in a dtype that is a number's."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: is a {type_name(t)}, expected a torch.Tensor")
+    if causal_bias(t):  # PyTorch 2.5 lets nothing else be asked of one
+        raise TypeError(f"{name}: is a {type_name(t)}, which holds no numbers; expected a tensor that does (see causal)")
     if t.is_nested:
         raise TypeError(f"{name}: is a nested tensor; expected a dense one (see attention_varlen for sequences)")
     if t.layout != torch.strided:
         raise TypeError(f"{name}: has layout {t.layout}, expected a dense tensor")
     if t.is_complex() or t.is_quantized:
         raise TypeError(f"{name}: dtype is {t.dtype}, expected a real one")
-    if causal_bias(t):
-        raise TypeError(f"{name}: is a {type_name(t)}, which holds no numbers; expected a tensor that does (see causal)")
     if t.is_meta and type(t) in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(f"{name}: is a meta tensor, which has no data; expected one on the CPU or a CUDA device")
 
