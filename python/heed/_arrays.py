@@ -14,6 +14,9 @@ _HOST = (1, 3)  # of DLPack's devices: the CPU, and memory of it that is pinned 
 
 
 def _library(value: Any) -> str:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return "numpy"  # of subclasses too
     return type(value).__module__.partition(".")[0]
 
 

@@ -30,6 +30,10 @@ def naive(q, k, v, **how):
     return np.einsum("bhij,bhjd->bhid", weights / weights.sum(-1, keepdims=True), v)
 
 
+class Named(np.ndarray):
+    """Such as units of measurement or labels of dimensions have."""
+
+
 def arrays(*shape, dtype=np.float32):
     return [rng.standard_normal(shape).astype(dtype) for _ in range(3)]
 
@@ -58,6 +62,7 @@ def test_any_order_in_memory():
     np.testing.assert_allclose(heed.attention(fortran, k, v), naive(q, k, v), atol=1e-5)
     one = np.broadcast_to(np.float32(1), (2, 2, 3, 4))
     np.testing.assert_allclose(heed.attention(one, one, one), one)
+    np.testing.assert_array_equal(heed.attention(q, k.view(Named), v), heed.attention(q.view(Named), k, v))
     turned = heed.attention(*(a.swapaxes(1, 2) for a in (q, k, v)), layout="bshd")
     np.testing.assert_array_equal(turned.swapaxes(1, 2), heed.attention(q, k, v))
 
