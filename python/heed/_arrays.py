@@ -129,8 +129,12 @@ def attention_backward(do: Any, dlse: Any, o: Any, lse: Any, a: Arguments) -> tu
     if a.dropout_seed is None and drops(a):
         raise ValueError("dropout_seed: is None, expected the seed of the forward call")
     wants = (True, True, True, a.bias is not None, a.sink is not None)
+    given = {"do": do, "dlse": dlse, "o": o, "lse": lse}
     if _is_jax(a.q):
-        named = (("do", do), ("dlse", dlse), ("o", o), ("lse", lse))
-        given = (None if t is None else _to_numpy(name, t) for name, t in named)
-        return _from_numpy(a.q, _C.backward(*given, wants, *_prepare(_all_to_numpy(a))))
-    return _C.backward(do, dlse, o, lse, wants, *_prepare(a))
+        given = {name: None if t is None else _to_numpy(name, t) for name, t in given.items()}
+    prepared = _prepare(_all_to_numpy(a) if _is_jax(a.q) else a)
+    for name, t in given.items():
+        if name != "dlse" or t is not None:
+            check(name, t, prepared.q)
+    gradients = _C.backward(*given.values(), wants, *prepared)
+    return _from_numpy(a.q, gradients) if _is_jax(a.q) else gradients

@@ -193,6 +193,8 @@ def test_wrong_arguments():
         (ValueError, "lengths_k", lambda: heed.attention(q, k, v, lengths_k=np.array([(1 << 32) + 1]))),
         (ValueError, "lengths_k", lambda: heed.attention(q, k, v, lengths_k=np.array([1 << 63], np.uint64))),
         (TypeError, "k: is a numpy.ma", lambda: heed.attention(q, np.ma.masked_array(k, k > 0), v)),
+        (TypeError, "do: is a numpy.ma", lambda: heed.attention_backward(np.ma.masked_array(q), q, k, v, q, q[..., 0])),
+        (TypeError, "lse: is a list, expected what q is", lambda: heed.attention_backward(q, q, k, v, q, [0])),
         (ValueError, "stride 3 is 6 bytes", lambda: heed.attention(_uneven(), k, v)),
     ]:
         with pytest.raises(kind, match=text):
