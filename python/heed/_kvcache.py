@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from heed import _api, _arrays
-from heed._arguments import Arguments, flag
+from heed._arguments import Arguments, flag, type_name
 
 _WHOLE_NUMBERS = {"cache_seqlens": ("batch",), "block_table": ("batch", "pages")}
 
@@ -56,8 +56,8 @@ def _check(q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: An
         raise ValueError("cache_seqlens: is None, expected the lengths of the sequences that block_table lists")
     if k is None:
         return
-    if _arrays._is_jax(k_cache):
-        raise TypeError("k_cache: is an array of JAX, which cannot be written to; expected k and v to be None")
+    if not _api._is_torch(k_cache) and not _arrays.is_like_numpy(k_cache):
+        raise TypeError(f"k_cache: is a {type_name(k_cache)}, which heed cannot write k into; expected k and v to be None")
     if cache_seqlens is None:
         raise ValueError("cache_seqlens: is None, expected how many keys each sequence has before k and v are added")
     if k_cache.shape[:2] != v_cache.shape[:2]:
@@ -88,7 +88,7 @@ def _places(xp: Any, lengths: Any, count: int, cache: Any, block_table: Any) -> 
 
 
 def _is_integer(t: Any) -> bool:
-    return str(t.dtype) in ("torch.int32", "torch.int64") if _api._is_torch(t) else t.dtype.kind in "iu"
+    return str(t.dtype) in ("torch.int32", "torch.int64") if _api._is_torch(t) else _arrays.numbers(t).dtype.kind in "iu"
 
 
 def _on(cache: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,7 +163,7 @@ def test_dropout_follows_the_generator_of_numpy():
 def test_a_seed_is_any_whole_number():
     q, k, v = arrays(1, 2, 20, 8)
     want = heed.attention(q, k, v, dropout_p=0.5, dropout_seed=5)
-    for seed in np.int64(5), np.uint8(5), np.array(5), np.array([5]), np.array([[5]]):
+    for seed in np.int64(5), np.uint8(5), np.array(5), np.array([5]), np.array([[5]]), np.array(5, np.int32):
         np.testing.assert_array_equal(heed.attention(q, k, v, dropout_p=0.5, dropout_seed=seed), want)
 
 
@@ -333,7 +334,7 @@ def test_what_the_library_says_of_itself():
 
 def test_jax_arrays(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    jnp = pytest.importorskip("jax.numpy")
+    jax, jnp = pytest.importorskip("jax"), pytest.importorskip("jax.numpy")
     q, k, v = arrays(1, 2, 5, 8)
     o, lse = heed.attention(*map(jnp.asarray, (q, k, v)), causal=True, return_lse=True)
     assert isinstance(o, jnp.ndarray)
@@ -342,10 +343,60 @@ def test_jax_arrays(monkeypatch):
     assert all(isinstance(g, jnp.ndarray) for g in grads)
     cache = [jnp.asarray(a.swapaxes(1, 2)) for a in (q, k, v)]
     np.testing.assert_allclose(heed.attention_with_kvcache(*cache).swapaxes(1, 2), heed.attention(q, k, v), atol=1e-6)
-    with pytest.raises(TypeError, match="k_cache: is an array of JAX, which cannot be written to"):
+    with pytest.raises(TypeError, match="k_cache: is a jaxlib.*, which heed cannot write k into"):
         heed.attention_with_kvcache(*cache, cache[1], cache[2], jnp.asarray([0]))
     with pytest.raises(ValueError, match="output: is a .* that does not let its memory be written"):
         heed.self_attention(jnp.ones((2, 64)), jnp.ones((2, 64)))
+    half = [jnp.asarray(a, jnp.bfloat16) for a in (q, k, v)]
+    assert heed.attention(*half).dtype == jnp.bfloat16 and "bf16" in heed.explain(*half)
+    dropped = heed.attention(*map(jnp.asarray, (q, k, v)), dropout_p=0.5, dropout_seed=jnp.asarray(5))
+    np.testing.assert_array_equal(dropped, heed.attention(q, k, v, dropout_p=0.5, dropout_seed=5))
+    with pytest.raises(TypeError, match="mask: is traced by JAX"):
+        jax.jit(lambda mask: heed.attention(*half, mask=mask))(jnp.ones((5, 5), bool))
+
+
+class Plain:
+    """An array of a library with no more than the array API standard has; its memory is seen by __dlpack__ alone."""
+
+    def __init__(self, a):
+        self.a = np.asarray(a)
+        self.shape, self.dtype = self.a.shape, f"plain.{self.a.dtype}"
+
+    def __dlpack__(self):
+        return self.a.__dlpack__()
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __array__(self, dtype=None, copy=None):
+        return self.a
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_arrays_of_other_libraries(monkeypatch, writable):
+    functions = {
+        "empty": lambda shape, dtype: Plain(np.empty(shape, dtype)),
+        "permute_dims": lambda x, axes: Plain(x.a.transpose(axes)),
+        "float32": "float32",
+    }
+    library = SimpleNamespace(**functions) if writable else SimpleNamespace(convert_to_tensor=Plain)
+    monkeypatch.setitem(sys.modules, "plain", library)
+    monkeypatch.setattr(Plain, "__module__", "plain.arrays")
+    q, k, v = arrays(2, 4, 6, 8)
+    how = {"alibi_slopes": np.ones(4, np.float32), "lengths_k": np.array([4, 3]), "dropout_p": 0.5, "dropout_seed": np.array(5)}
+    o, lse = heed.attention(q, k, v, return_lse=True, **how)
+    want = o, lse, *heed.attention_backward(o, q, k, v, o, lse, **how)
+    q, k, v = map(Plain, (q, k, v))
+    how = {name: Plain(x) if isinstance(x, np.ndarray) else x for name, x in how.items()}
+    o, lse = heed.attention(q, k, v, return_lse=True, **how)
+    for got, expected in zip((o, lse, *heed.attention_backward(o, q, k, v, o, lse, **how)), want, strict=True):
+        assert type(got) is Plain
+        np.testing.assert_array_equal(got.a, expected)
+    lengths = how["lengths_k"]
+    cached = heed.attention_with_kvcache(q, k, v, cache_seqlens=lengths).a
+    np.testing.assert_array_equal(cached, heed.attention_with_kvcache(q.a, k.a, v.a, cache_seqlens=lengths.a))
+    with pytest.raises(TypeError, match="k_cache: is a plain.arrays.Plain, which heed cannot write k into"):
+        heed.attention_with_kvcache(q, k, v, k, v, lengths)
 
 
 def test_arrays_of_jax_on_a_gpu_are_not_copied():
