@@ -27,6 +27,8 @@ CLASSES = [
 HALF_GOALS = {"bf16": (2.0, 2.5, 1.1, 1.7), "fp16": (1.8, 1.8, 1.3, 1.3)}
 STRIDED = [((4, 8, 512, 64), 2, 8), ((1, 8, 4096, 64), 4, 25)]  # shape, key stride, goal against the naive mask
 STRIDED_GOAL = 1.25  # against PyTorch on sliced keys
+TERMS = [(2, 16, 256, 64), (1, 8, 1024, 64)]
+WITH = ("mask", "padding", "bias", "dropout")
 QUERY_KEYS, QUERY_GOAL = (4096, 32768), 0.80
 QUICK = [(1, 1, 128, 32), (2, 16, 256, 64), (1, 8, 1024, 64)]
 WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}  # of some of PyTorch's products; see look_at_torch()
@@ -123,15 +125,15 @@ class Bench:
         """Both sides compute the same function, or there is nothing to compare."""
         for dtype in self.options.dtype:
             for direction in ("forward", "backward"):
-                for causal in (0, 1):
-                    words = {"pass": direction, "dtype": dtype, "causal": causal, "B": 2, "Hq": 2, "Sq": 77, "D": 32}
+                for more in ({"causal": 0}, {"causal": 1}, *({"with": term} for term in WITH if term != "dropout")):
+                    words = {"pass": direction, "dtype": dtype, "B": 2, "Hq": 2, "Sq": 77, "D": 32, **more}
                     ours = self.side("heed", 1).ask("verify", **words)
                     theirs = self.side("torch", 1).ask("verify", **words)
                     for name in theirs:
                         error = max(abs(a - b) for a, b in zip(ours[name], theirs[name], strict=True))
                         error /= max(map(abs, theirs[name]))
                         if not error <= TOLERANCE[dtype]:
-                            sys.exit(f"bench: {dtype} {direction} causal={causal}: {name} differs by {error:.2g} of its "
+                            sys.exit(f"bench: {dtype} {direction} {more}: {name} differs by {error:.2g} of its "
                                      f"largest element, more than {TOLERANCE[dtype]:.2g}: nothing timed")
 
     def dense(self, dtype, direction, threads):
@@ -168,6 +170,17 @@ class Bench:
                 self.add("one query", dtype, "forward", 0, threads, (1, f"{Hq}:{Hk}", keys, 128), ours, size / ours,
                          self.peak("read", threads), theirs, None, QUERY_GOAL)
 
+    def terms(self, dtype, direction, threads):
+        """What hides scores, is added to them or drops them, beside PyTorch with the same."""
+        for B, H, S, D in TERMS:
+            for term in WITH:
+                ours, theirs = self.measure(threads, dtype=dtype, B=B, Hq=H, Sq=S, D=D,
+                                            **{"pass": direction, "with": term})
+                flops = 4 * B * H * S * S * D * (2.5 if direction == "backward" else 1)
+                peak = dtype == "bf16" and self.peak("bf16", threads) or self.peak("fma", threads)
+                self.add(f"with {term}", dtype, direction, 0, threads, (f"{term} {B}", H, S, D), ours, flops / ours, peak,
+                         theirs)
+
     def avx2(self, direction, threads):
         """The kernels of a CPU without AVX-512, on this one."""
         for shape in [shape for shapes, _ in CLASSES for shape in shapes if shape[2] >= 1024]:
@@ -191,6 +204,9 @@ class Bench:
                     if "dense" in options.sections:
                         self.title(f"{dtype} {direction}", threads)
                         self.dense(dtype, direction, threads)
+                    if "terms" in options.sections:
+                        self.title(f"{dtype} {direction}, with a mask, a bias or dropout", threads)
+                        self.terms(dtype, direction, threads)
                 if "fp32" in options.dtype and "strided" in options.sections:
                     self.title(f"fp32 {direction}, strided: BxHxSxDxstride; sliced keys, then the naive mask", threads)
                     self.strided(direction, threads)
@@ -221,7 +237,7 @@ class Bench:
                 self.look(kind, threads)
         if not self.options.csv:
             print(f"\n{text}, {threads} thread{'s' * (threads > 1)}")
-            print(f"{'shape':>16} {'causal':>6} {'heed us':>10} {'G/s':>7} {'of peak':>7} {'torch us':>10} {'way':>6} "
+            print(f"{'shape':>20} {'causal':>6} {'heed us':>10} {'G/s':>7} {'of peak':>7} {'torch us':>10} {'way':>6} "
                   f"{'ratio':>6} {'goal':>5}")
 
     def show(self, row):
@@ -231,7 +247,7 @@ class Bench:
         percent = f"{100 * row.peak:.0f}%" if row.peak else ""
         rival = f"{row.torch_us:10.1f} {row.way:>6} {row.ratio:6.2f}" if row.ratio else " " * 24
         goal = f"{row.goal:5.2f}" if row.goal else f"{100 * row.goal_peak:4.0f}%" if row.goal_peak else ""
-        print(f"{row.shape:>16} {'yes' if row.causal else 'no':>6} {row.us:10.1f} {row.rate / 1e9:7.1f} {percent:>7} "
+        print(f"{row.shape:>20} {'yes' if row.causal else 'no':>6} {row.us:10.1f} {row.rate / 1e9:7.1f} {percent:>7} "
               f"{rival} {goal:>5}{'' if reached(row) else '  below'}", flush=True)
 
     def summary(self):
@@ -275,7 +291,7 @@ def parse(arguments):
     parser.add_argument("--threads", type=listed, metavar="LIST", help="numbers of threads: 1,2")
     parser.add_argument("--pass", dest="directions", type=listed, default=["forward", "backward"], metavar="LIST",
                         help="of forward,backward")
-    parser.add_argument("--section", dest="sections", type=listed, metavar="LIST", help="of dense,strided,avx2,query")
+    parser.add_argument("--section", dest="sections", type=listed, metavar="LIST", help="of dense,strided,avx2,query,terms")
     parser.add_argument("--shape", action="append", metavar="B,H,S,D", help="only this shape of the tables; repeatable")
     parser.add_argument("--rounds", type=int, help="how often each case is measured on both sides (3)")
     parser.add_argument("--min-time", type=float, default=0.2, metavar="S", help="seconds of each measurement (0.2)")
@@ -288,9 +304,9 @@ def parse(arguments):
     options.dtype = options.dtype or (["fp32"] if options.quick else ["fp32", "bf16", "fp16"])
     options.threads = [int(text) for text in options.threads or (1, 2) if int(text) <= os.cpu_count()]
     options.sections = options.sections or (["dense"] if options.quick or options.shape else
-                                            ["dense", "strided", "avx2", "query"])
+                                            ["dense", "strided", "avx2", "query", "terms"])
     for given, known in ((options.dtype, TOLERANCE), (options.directions, ("forward", "backward")),
-                         (options.sections, ("dense", "strided", "avx2", "query"))):
+                         (options.sections, ("dense", "strided", "avx2", "query", "terms"))):
         for word in given:
             if word not in known:
                 parser.error(f"'{word}' is none of {', '.join(known)}")

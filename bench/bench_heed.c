@@ -2,7 +2,8 @@
  *
  *     time    pass=forward dtype=fp32 B=1 Hq=8 Hk=8 Sq=1024 Sk=1024 D=64 causal=0 stride=1 threads=1 min_time=0.2
  *             seconds of one call: the median of samples of at least half a millisecond each, taken for min_time
- *             seconds after a warm-up; with clock=cpu, seconds of processor time. backward: the gradients of q, k and v, given forward's o and lse
+ *             seconds after a warm-up; with clock=cpu, seconds of processor time. backward: the gradients of q, k and v,
+ *             given forward's o and lse. with=mask, padding, bias or dropout: [1,1,Sq,Sk], [B,1,1,Sk], [1,Hq,Sq,Sk], a tenth
  *     verify  the same words: the results themselves, of inputs that torch_side.py makes alike
  *     peak    kind=fma threads=1 clock=wall: flop/s of this machine: multiply-adds that depend on nothing but registers.
  *             kinds: fma (the widest there is), avx2, bf16 (pair dot products)
@@ -131,9 +132,19 @@ static void create(heed_tensor *t, heed_dtype dtype, int64_t b, int64_t h, int64
         store(t, i, random_element(seed, i, dtype));
 }
 
+static void create_mask(heed_tensor *t, int64_t b, int64_t s, int64_t keys)
+{
+    *t = (heed_tensor){ .dtype = HEED_BOOL, .shape = { b, 1, s, keys } };
+    size_t n = elements(t);
+    uint8_t *seen = t->data = allocate(n);
+    for (size_t i = 0; i < n; i++)
+        seen[i] = random_element(5, i, HEED_F32) > -0.4;
+}
+
 static void destroy(problem *p)
 {
-    heed_tensor *all[] = { &p->a.q, &p->a.k, &p->a.v, &p->a.o, &p->a.lse, &p->g.d_o, &p->g.d_q, &p->g.d_k, &p->g.d_v };
+    heed_tensor *all[] = { &p->a.q,   &p->a.k,   &p->a.v,   &p->a.o,    &p->a.lse, &p->g.d_o,
+                           &p->g.d_q, &p->g.d_k, &p->g.d_v, &p->a.mask, &p->a.bias };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]->data);
     free(p->x.workspace);
@@ -160,6 +171,15 @@ static heed_status prepare(const char *line, problem *p)
     p->a.causal = (int)number_of(line, "causal", 0);
     p->a.key_stride = (int64_t)number_of(line, "stride", 1);
     p->x.threads = (int)number_of(line, "threads", 1);
+    text_of(line, "with", text);
+    if (!strcmp(text, "mask"))
+        create_mask(&p->a.mask, 1, Sq, Sk);
+    else if (!strcmp(text, "padding"))
+        create_mask(&p->a.mask, B, 1, Sk);
+    else if (!strcmp(text, "bias"))
+        create(&p->a.bias, type, 1, Hq, Sq, Sk, 6);
+    else if (!strcmp(text, "dropout"))
+        p->a.dropout = 0.1f;
     heed_gradient *g = NULL;
     if (p->backward) {
         create(&p->a.lse, HEED_F32, B, Hq, Sq, 1, 0);

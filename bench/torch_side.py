@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
@@ -51,12 +52,21 @@ class Case:
         self.d_o = random_tensor(4, (B, Hq, Sq, D), dtype)
         hidden = torch.full((Sq, Sk), -math.inf, dtype=dtype)
         self.causal_mask = hidden.triu(1 + Sk - Sq) if self.causal else None
+        self.dropout, self.term = 0.0, None  # what is added to the scores, or hides them
+        if words.get("with") in ("mask", "padding"):
+            shape = (1, 1, Sq, Sk) if words["with"] == "mask" else (B, 1, 1, Sk)
+            self.term = random_tensor(5, shape, torch.float32) > -0.4
+        elif words.get("with") == "bias":
+            self.term = random_tensor(6, (1, Hq, Sq, Sk), dtype)
+        elif words.get("with") == "dropout":
+            self.dropout = 0.1
         self.stride_mask = torch.where(torch.arange(Sk) % self.stride == 0, 0.0, -math.inf).to(dtype)
 
     def sdpa(self, backend):
         k, v = self.k[:, :, :: self.stride], self.v[:, :, :: self.stride]
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(self.q, k, v, is_causal=self.causal, enable_gqa=self.gqa)
+            return scaled_dot_product_attention(self.q, k, v, attn_mask=self.term, dropout_p=self.dropout,
+                                                is_causal=self.causal, enable_gqa=self.gqa)
 
     def plain(self, stride, mask):
         q, k, v = self.q, self.k[:, :, ::stride], self.v[:, :, ::stride]
@@ -65,7 +75,10 @@ class Case:
         scores = q @ k.transpose(-2, -1) * self.scale
         if mask is not None:
             scores = scores + mask
-        return (torch.softmax(scores, -1) @ v).reshape(self.q.shape)
+        if self.term is not None:
+            scores = scores + self.term if self.term.is_floating_point() else scores.masked_fill(~self.term, -math.inf)
+        P = torch.softmax(scores, -1)
+        return ((torch.dropout(P, self.dropout, True) if self.dropout else P) @ v).reshape(self.q.shape)
 
     def ways(self):
         ways = {
@@ -124,5 +137,6 @@ def answer(line):
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # of a way that this version does not offer, which the answer says
     for request in sys.stdin:
         print(json.dumps(answer(request)), flush=True)
