@@ -82,6 +82,7 @@ static void bias_owned(void *context, int64_t index, int thread)
     int64_t keys = one_column ? 1 : HEED_MIN(x->f.key_block, x->f.keys - first), column = col + first * col_step;
     if (one_column)
         column = 0;
+    /* With a key stride the last block may reach beyond the last column. */
     while (keys > 0 && column + (keys - 1) * col_step >= t->shape[3])
         keys--;
     for (int64_t r = 0; r < rows; r++) {

@@ -112,7 +112,7 @@ static void load_bias(float *out, const heed_tensor *t, const heed_span *s, quer
     if (below && step == 1 && q.i + MR < s->rows)
         for (int64_t at = 0; at < count * size; at += LINE)
             __builtin_prefetch(row + below + at, 0, 2);
-    if (t->dtype == HEED_BOOL && step == 1)
+    if (t->dtype == HEED_BOOL && step == 1) /* in vectors, as the compiler knows the step */
         for (int64_t c = 0; c < count; c++)
             out[c] = ((const uint8_t *)row)[c] ? 1.0f : 0.0f;
     else if (t->dtype == HEED_BOOL)
